@@ -1,0 +1,64 @@
+"""Every error and warning that diskdp raises on purpose.
+
+Each message says what is wrong, where, and what to do; the command line prints it as one line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class DiskDPError(Exception):
+    """Base of all errors raised on purpose by diskdp."""
+
+
+class PlanError(DiskDPError, ValueError):
+    """A plan that is contradictory, out of range, or whose accounting has not been built."""
+
+
+class SamplingError(DiskDPError):
+    """A data set, loader or batch that does not match the plan."""
+
+
+class DataError(DiskDPError, ValueError):
+    """A table, image file or schema that cannot be read as declared."""
+
+
+class NoiseError(DiskDPError, ValueError):
+    """A secret or a deviation from which no noise can be made."""
+
+
+class GradientError(DiskDPError):
+    """A model or loss whose per-example gradients cannot be established exactly; names the parameters, if known."""
+
+    def __init__(self, message: str, parameters: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.parameters = tuple(parameters)
+
+
+class FilterError(DiskDPError, ValueError):
+    """Filter parameters outside their range."""
+
+
+class BudgetExhausted(DiskDPError):
+    """One more step would spend more than the plan allows."""
+
+
+class CheckpointError(DiskDPError):
+    """A checkpoint that is damaged or belongs to another plan."""
+
+
+class ConfigError(DiskDPError, ValueError):
+    """A run file or command line that does not describe a run."""
+
+
+class DiskDPWarning(UserWarning):
+    """Base of all warnings issued by diskdp."""
+
+
+class NotPrivateWarning(DiskDPWarning):
+    """Nothing released under this configuration is differentially private."""
+
+
+class WeakDeltaWarning(DiskDPWarning):
+    """A delta so large that publishing one record in full would satisfy it."""
