@@ -1,0 +1,198 @@
+"""Who is in a batch, and a loader that cannot disagree with it.
+
+The accountant assumes that every record is in every batch independently with probability q. Membership comes
+from the secret and the step alone: workers, collation, microbatches and global random states cannot touch it.
+Batch sizes are data of the training set without noise: they are for the data holder, not for release.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from diskdp.errors import SamplingError
+from diskdp.noise.keys import Keystream, Secret
+
+_RECORDS_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class PoissonSampler:
+    """Takes each of `dataset_size` records with probability `sample_rate`, independently, at each step.
+
+    A 64-bit word for each record is compared with floor(sample_rate * 2**64): exact for a rate that is a
+    multiple of 2**-64, else too low by less than that, never too high.
+
+    >>> sampler = PoissonSampler(1000, 0.01, Secret.from_seed(0))
+    >>> members = sampler.indices(step=3)
+    >>> members.dtype, bool((members == sampler.indices(step=3)).all()), len(members) < 40
+    (dtype('int64'), True, True)
+    """
+
+    dataset_size: int
+    sample_rate: float
+    secret: Secret
+
+    def __post_init__(self) -> None:
+        if self.dataset_size < 1:
+            raise SamplingError(f"dataset_size is {self.dataset_size}: sampling needs at least one record")
+        if not 0 < self.sample_rate <= 1:
+            raise SamplingError(f"the sample rate is {self.sample_rate}: it must be in (0, 1]")
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """The members of the batch of a step, in ascending order; possibly none."""
+        if self.sample_rate == 1:
+            return np.arange(self.dataset_size, dtype=np.int64)
+        threshold = np.uint64(int(math.ldexp(self.sample_rate, 64)))
+        stream = Keystream(self.secret.derive("sampling", step))
+        buffer = bytearray(8 * min(self.dataset_size, _RECORDS_AT_ONCE) + Keystream.SLACK)
+        members = []
+        for start in range(0, self.dataset_size, _RECORDS_AT_ONCE):
+            count = min(_RECORDS_AT_ONCE, self.dataset_size - start)
+            stream.fill(memoryview(buffer), 8 * count)
+            members.append(np.flatnonzero(np.frombuffer(buffer, "<u8", count) < threshold) + start)
+        return np.concatenate(members)
+
+
+class LogicalBatch:
+    """The batch of one step, handed out once, in microbatches that are loaded as they are asked for.
+
+    `size` is the number of members (without noise: for the data holder only), `consumed` whether they were
+    asked for or the loader has moved on; `plan_token` and `loader_id` name the plan and the loader.
+    """
+
+    def __init__(self, step: int, size: int, plan_token: str, loader_id: str, source: Iterator[Any]) -> None:
+        self.step = step
+        self.size = size
+        self.plan_token = plan_token
+        self.loader_id = loader_id
+        self.consumed = False
+        self._source = source
+        self._dropped = False
+
+    def microbatches(self) -> Iterator[Any]:
+        """The members, collated, in the order of the data set; no microbatch if there are no members."""
+        if self.consumed:
+            raise SamplingError(
+                f"the batch of step {self.step} has been used already: take each batch once, while it is the "
+                "loader's current one (`for batch in loader: private.step(batch)`)"
+            )
+        self.consumed = True
+        return self._hand_out()
+
+    def _hand_out(self) -> Iterator[Any]:
+        for microbatch in self._source:
+            yield microbatch
+            if self._dropped:
+                raise SamplingError(
+                    f"the loader moved past step {self.step} before its batch was used up: finish one batch "
+                    "before taking the next"
+                )
+
+    def _close(self) -> None:
+        """Pass over what was not taken, so that the next batch starts with its own members."""
+        self.consumed = True
+        for _ in self._source:
+            self._dropped = True
+
+
+class PrivateLoader:
+    """The batches of steps `first_step` .. `last_step - 1`, exactly as the sampler draws them.
+
+    The data set is any object with `__len__` and `__getitem__`; a torch `DataLoader` fetches and collates in
+    `num_workers` processes (a plain `TensorDataset` is indexed directly, with the same result).
+    Each iteration over the loader goes through the same steps with the same members.
+
+    >>> data = torch.utils.data.TensorDataset(torch.arange(100))
+    >>> sampler = PoissonSampler(100, 0.2, Secret.from_seed(0))
+    >>> loader = PrivateLoader(data, sampler, plan_token="", first_step=0, last_step=3, microbatch_size=8)
+    >>> for batch in loader:
+    ...     assert sum(len(x) for [x] in batch.microbatches()) == batch.size
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: PoissonSampler,
+        *,
+        plan_token: str,
+        first_step: int,
+        last_step: int,
+        microbatch_size: int | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        _check_length(dataset, sampler.dataset_size)
+        if microbatch_size is not None and microbatch_size < 1:
+            raise SamplingError(f"microbatch_size is {microbatch_size}: give at least 1, or None")
+        self.loader_id = secrets.token_hex(8)
+        self.plan_token = plan_token
+        self._dataset = dataset
+        self._sampler = sampler
+        self._steps = range(first_step, last_step)
+        self._microbatch_size = microbatch_size or sampler.dataset_size
+        self._collate_fn = collate_fn
+        self._num_workers = num_workers
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        drawn: dict[int, npt.NDArray[np.int64]] = {}
+
+        def members(step: int) -> npt.NDArray[np.int64]:
+            """Each step is asked for twice, here and by the chunks, in either order (workers run ahead)."""
+            if step in drawn:
+                return drawn.pop(step)
+            drawn[step] = self._sampler.indices(step)
+            return drawn[step]
+
+        stream = self._load(self._chunks(members))
+        for step in self._steps:
+            size = len(members(step))
+            source = islice(stream, math.ceil(size / self._microbatch_size))
+            batch = LogicalBatch(step, size, self.plan_token, self.loader_id, source)
+            yield batch
+            batch._close()
+
+    def _chunks(self, members: Callable[[int], npt.NDArray[np.int64]]) -> Iterator[npt.NDArray[np.int64]]:
+        for step in self._steps:
+            indices = members(step)
+            for start in range(0, len(indices), self._microbatch_size):
+                yield indices[start : start + self._microbatch_size]
+
+    def _load(self, chunks: Iterator[npt.NDArray[np.int64]]) -> Iterator[Any]:
+        if type(self._dataset) is TensorDataset and self._collate_fn is None:
+            tensors = self._dataset.tensors
+            return ([t.index_select(0, chunk) for t in tensors] for chunk in map(torch.from_numpy, chunks))
+        loader = DataLoader(
+            self._dataset,
+            batch_sampler=(chunk.tolist() for chunk in chunks),
+            collate_fn=self._collate_fn,
+            num_workers=self._num_workers,
+        )
+        return iter(loader)
+
+
+def _check_length(dataset: Any, expected: int) -> None:
+    indexable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not indexable:
+        raise SamplingError(
+            f"{type(dataset).__name__} cannot be sampled: batches are drawn by index, so the data set needs "
+            "__len__ and __getitem__ (a map-style data set; read a stream into one first)"
+        )
+    length = len(dataset)
+    if length != expected:
+        raise SamplingError(
+            f"the plan is for N = {expected} records but this data set has {length}: pass the data set that "
+            f"the plan was made for, or make a plan with dataset_size={length}"
+        )
