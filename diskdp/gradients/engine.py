@@ -1,0 +1,135 @@
+"""Per-example gradients of a loss at one or several points, as terms.
+
+Assumes a loss function that returns one number an example. Each point costs one forward and one backward pass to the
+outputs of the operations that use parameters. Every new structure is examined before anything is returned for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from diskdp.errors import GradientError
+from diskdp.gradients import batches
+from diskdp.gradients.pullback import Key, parameter_terms, source_terms
+from diskdp.gradients.randomness import RandomState
+from diskdp.gradients.rules import default_rules
+from diskdp.gradients.structure import Structure, examine, refuse_modules
+from diskdp.gradients.terms import Direct, Term, combine, pairable
+from diskdp.gradients.trace import Source, Trace, Use
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+Point: TypeAlias = "tuple[float, Mapping[str, Tensor] | None]"
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Per-example gradients of Σ_k a_k loss at point k: for each trainable parameter the terms that sum to them."""
+
+    terms: Mapping[str, list[Term]]
+    zeros: Mapping[str, Tensor]  # what a parameter without terms contributes; no memory
+    losses_B: Tensor  # at the first point
+    operations: Mapping[str, str]  # the operations that used each parameter, for display
+
+
+@dataclass(frozen=True)
+class _AtPoint:
+    terms: Mapping[str, Mapping[Key, Term]]
+    losses_B: Tensor
+    operations: Mapping[str, str]
+
+
+class Engine:
+    """Per-example gradients of one model under one loss function; remembers which structures it has examined."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self._examined: dict[object, Structure] = {}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Trainable parameters by name, a tied one once."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()  # only the losses are differentiated
+    def gradients(self, batch: Any, points: Sequence[Point]) -> Gradients:
+        """Terms of the combined per-example gradients; coefficients may be any numbers."""
+        parameters = self.parameters()
+        if not parameters:
+            raise GradientError("the model has no trainable parameter; set requires_grad_(True) on what should train")
+        refuse_modules(self.model)
+        random = RandomState.capture()
+        found = []
+        for number, (_, values) in enumerate(points):
+            if number > 0:
+                random.restore()
+            found.append(self._at(batch, parameters, values or {}, random))
+        terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
+        zeros = {
+            name: p.new_zeros((), dtype=torch.promote_types(p.dtype, torch.float32)).expand(p.shape)
+            for name, p in parameters.items()
+        }
+        return Gradients(terms, zeros, found[0].losses_B, found[0].operations)
+
+    def _at(
+        self, batch: Any, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], random: RandomState
+    ) -> _AtPoint:
+        collected: list[tuple[Key, Source, Term]] = []
+        operations: dict[str, set[str]] = {}
+
+        def sink(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
+            owner = structure.owner(use, grad, batch_size)
+            if owner is not None:
+                collected.extend(source_terms(use, saved, grad, owner))
+            for name in use.targets:
+                operations.setdefault(name, set()).add(use.operation)
+
+        trace = Trace(parameters, values, batches.tensors(batch), default_rules())
+        losses_B = trace.losses(self.loss_fn, self.model, batch)
+        batch_size = len(losses_B)
+        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), self._modes())
+        if key not in self._examined:
+            self._examined[key] = examine(self.model, self.loss_fn, batch, parameters, random)
+            random.restore()
+            return self._at(batch, parameters, values, random)
+        structure = self._examined[key]
+        trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
+        shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
+        return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
+
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple(module.training for module in self.model.modules())
+
+
+def _combined(
+    points: Sequence[Mapping[str, Mapping[Key, Term]]], coefficients: Sequence[float], names: Sequence[str]
+) -> dict[str, list[Term]]:
+    """The terms of each parameter, uses paired between the points."""
+    result: dict[str, list[Term]] = {}
+    for name in names:
+        uses = [point.get(name, {}) for point in points]
+        terms: list[Term] = []
+        for key in dict.fromkeys(key for point in uses for key in point):
+            seen = [(point[key], a) for point, a in zip(uses, coefficients) if key in point]
+            together = [term for term, _ in seen]
+            if len(seen) == len(points) and pairable(together):
+                terms += combine(together, coefficients)
+            else:  # another path was taken at some point: nothing to pair with
+                for term, a in seen:
+                    terms += combine([term], [a])
+        result[name] = _with_one_direct(terms)
+    return result
+
+
+def _with_one_direct(terms: list[Term]) -> list[Term]:
+    direct = [t.grads for t in terms if isinstance(t, Direct)]
+    if len(direct) < 2:
+        return terms
+    total = direct[0].clone()
+    for grads in direct[1:]:
+        total += grads
+    return [Direct(total), *(t for t in terms if not isinstance(t, Direct))]

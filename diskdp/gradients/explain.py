@@ -1,0 +1,89 @@
+"""How each parameter's per-example gradients will be had, or why they cannot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from diskdp.errors import GradientError
+from diskdp.gradients.engine import Engine, LossFunction
+from diskdp.gradients.planner import choose
+from diskdp.gradients.randomness import RandomState
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """One trainable parameter: the operations that use it, how its norms are taken, the estimated work an example."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    method: str
+    cost: float  # million multiply-adds an example, beyond the forward and backward pass
+    refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A row for each trainable parameter; printing it shows a table."""
+
+    rows: tuple[ParameterRow, ...]
+
+    @property
+    def refused(self) -> bool:
+        return any(row.refused is not None for row in self.rows)
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __str__(self) -> str:
+        table = [("parameter", "shape", "operation", "method", "Mmac/example")]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            cost = "" if row.refused else f"{row.cost:.3f}"
+            table.append((row.name, shape, row.rule, "refused" if row.refused else row.method, cost))
+        widths = [max(len(line[i]) for line in table) for i in range(5)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
+        reasons = dict.fromkeys(row.refused for row in self.rows if row.refused)
+        return "\n".join([*lines, *(f"refused: {reason}" for reason in reasons)])
+
+
+def explain(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Explanation:
+    """Examine the model on a batch and say, for each trainable parameter, which rule and method serve it.
+
+    >>> import torch
+    >>> model = nn.Linear(3, 2)
+    >>> rows = explain(model, torch.randn(4, 3), lambda model, x: model(x).sum(1))
+    >>> [(row.name, row.rule, row.method) for row in rows]
+    [('weight', 'linear', 'gram'), ('bias', 'linear', 'direct')]
+    """
+    engine = Engine(model, loss_fn)
+    parameters = engine.parameters()
+    random = RandomState.capture()
+    try:
+        gradients = engine.gradients(batch, [(1.0, None)])
+    except GradientError as error:
+        blamed = set(error.parameters) or set(parameters)
+        return Explanation(
+            tuple(
+                ParameterRow(name, tuple(p.shape), "", "", 0.0, str(error) if name in blamed else None)
+                for name, p in parameters.items()
+            )
+        )
+    finally:
+        random.restore()
+    rows = []
+    for name, p in parameters.items():
+        terms = gradients.terms[name]
+        if terms:
+            method = choose(terms)
+            rule = gradients.operations.get(name, "")
+            rows.append(ParameterRow(name, tuple(p.shape), rule, method.name, method.cost / 1e6))
+        else:
+            rows.append(ParameterRow(name, tuple(p.shape), "", "zero", 0.0))
+    return Explanation(tuple(rows))

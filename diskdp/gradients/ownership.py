@@ -1,0 +1,121 @@
+"""Which example each row of an operation's output belongs to: established by measurement, never assumed.
+
+Gradients of the losses are taken twice, the second time with loss i scaled by 2^k_i. Scaling by powers of two is
+exact in floating point, so every element of a gradient that belongs to example i is scaled by exactly 2^k_i; an
+element to which several examples contribute is not. A layout that explains every element is the owner of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_EXPONENT = 15
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Axis ``axis`` of length B·K holds the examples: outermost (row // K) or innermost (row % B)."""
+
+    axis: int
+    innermost: bool = False
+
+    def fits(self, shape: torch.Size, batch: int) -> bool:
+        return self.axis < len(shape) and shape[self.axis] > 0 and shape[self.axis] % batch == 0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A layout together with the number of examples: splits a tensor by example."""
+
+    layout: Layout
+    batch: int
+
+    def by_example(self, values: Tensor) -> Tensor:
+        """[..., B·K, ...] -> [B, K, ...others in order].
+
+        >>> Owner(Layout(1), batch=3).by_example(torch.zeros(5, 6, 7)).shape
+        torch.Size([3, 2, 5, 7])
+        """
+        moved = values.movedim(self.layout.axis, 0)
+        if self.layout.innermost:
+            return moved.unflatten(0, (-1, self.batch)).transpose(0, 1)
+        return moved.unflatten(0, (self.batch, -1))
+
+    def rows(self, values: Tensor) -> Tensor:
+        """[..., B·K, ..., D] -> [B, T, D]: all axes but the last become rows of their example.
+
+        >>> Owner(Layout(1), batch=3).rows(torch.zeros(5, 6, 7)).shape
+        torch.Size([3, 10, 7])
+        """
+        return self.by_example(values).reshape(self.batch, -1, values.shape[-1])
+
+    def masked(self, values: Tensor, examples: Tensor) -> Tensor:
+        """One copy of ``values`` for each of ``examples``, zero outside that example's rows."""
+        size = values.shape[self.layout.axis]
+        row = torch.arange(size, device=values.device)
+        owners = row % self.batch if self.layout.innermost else row // (size // self.batch)
+        mask = owners == examples.unsqueeze(1)  # [examples, rows]
+        shape = [1] * values.dim()
+        shape[self.layout.axis] = size
+        return torch.where(mask.view(len(examples), *shape), values, values.new_zeros(()))
+
+    def sum_to(self, values: Tensor, shape: torch.Size) -> Tensor:
+        """Sum each example's elements down to ``shape``, which broadcasts to ``values``' shape: [B, *shape].
+
+        >>> Owner(Layout(0), batch=3).sum_to(torch.ones(6, 7, 2), torch.Size([1, 2]))[:, 0, 0]
+        tensor([14., 14., 14.])
+        """
+        split = self.by_example(values)  # [B, K, ...others]: where axis `axis` was, nothing is left
+        axis = self.layout.axis
+        others = [i for i in range(values.dim()) if i != axis]
+        aligned = (1,) * (values.dim() - len(shape)) + tuple(shape)
+        if aligned[axis] != 1:  # the parameter runs along the batch axis: every example owns rows of its own
+            everyone = torch.arange(self.batch, device=values.device)
+            return self.masked(values, everyone).sum_to_size(self.batch, *aligned).reshape(self.batch, *shape)
+        summed = [2 + j for j, i in enumerate(others) if aligned[i] == 1]
+        return split.sum([1, *summed]).reshape(self.batch, *shape)
+
+
+def probe_exponents(batch: int, generator: torch.Generator) -> Tensor:
+    """Random k_i in 0..MAX_EXPONENT, all values about equally often so that neighbours rarely agree."""
+    return torch.randperm(batch, generator=generator) % (MAX_EXPONENT + 1)
+
+
+def candidates(shape: torch.Size, batch: int) -> Iterator[Layout]:
+    """Layouts that a tensor of this shape could have; plain batch axes first."""
+    for axis, size in enumerate(shape):
+        if size == batch:
+            yield Layout(axis)
+    for axis, size in enumerate(shape):
+        if size > batch and size % batch == 0:
+            yield Layout(axis)
+            yield Layout(axis, innermost=True)
+
+
+def find_layout(plain: Tensor, scaled: Tensor, exponents_B: Tensor) -> Layout | None:
+    """The layout under which ``scaled`` is ``plain`` with example i's elements times 2^k_i; None if there is none.
+
+    A wrong layout passes only where every non-zero element happens to agree: with M independent rows the chance is
+    about 16^-M for each candidate. Rounding cannot reject a right one, since no rounding happens.
+
+    >>> k = torch.tensor([3, 0, 1]); g = torch.rand(4, 3, 2)
+    >>> find_layout(g, g * (2.0 ** k)[None, :, None], k)
+    Layout(axis=1, innermost=False)
+    >>> find_layout(g, g * 3, k) is None
+    True
+    """
+    batch = len(exponents_B)
+    for layout in candidates(plain.shape, batch):
+        owner = Owner(layout, batch)
+        by_example = owner.by_example(plain.double())
+        factors = torch.exp2(exponents_B.double()).to(plain.device)
+        expected = by_example * factors.view(-1, *[1] * (by_example.dim() - 1))
+        found = owner.by_example(scaled.double())
+        slack = 1e-6 * expected.abs().amax()  # vendor kernels may order a sum by alignment
+        if bool(((found - expected).abs() <= 1e-5 * expected.abs() + slack * 1e-3).all()):
+            return layout
+    return None

@@ -1,0 +1,174 @@
+"""The cheapest exact way to a parameter's per-example norms, chosen from shapes.
+
+A sum of terms has its norm either from Gram matrices of the factors, or from the per-example gradients themselves.
+Which is cheaper can differ by a factor of fifty between the layers of one network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+
+import torch
+from torch import Tensor
+
+from diskdp.gradients.terms import Conv, Direct, Outer, Term
+
+MAX_ELEMENTS = 2**25  # working memory of one chunk of examples, in numbers
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to the norms: its name, and its estimated work an example in multiply-adds."""
+
+    name: str  # "direct", "gram", "rows", "per-example", "patches", "patch-gram" or "grouped"
+    cost: float
+    memory: float  # numbers held an example
+
+    @property
+    def materialises(self) -> bool:
+        return self.name in ("direct", "per-example", "patches", "grouped")
+
+
+def choose(terms: Sequence[Term]) -> Method:
+    """The cheapest method for these terms of one parameter.
+
+    >>> rows = lambda t, d: torch.zeros(2, t, d)
+    >>> choose([Outer(rows(1, 100), rows(1, 100), 100)]).name
+    'gram'
+    >>> choose([Outer(rows(500, 10), rows(500, 10), 10)]).name
+    'per-example'
+    """
+    return min(_methods(terms), key=lambda method: method.cost)
+
+
+def squared_norms(terms: Sequence[Term], method: Method) -> tuple[Tensor, Tensor | None]:
+    """‖Σ terms‖² for each example, and the per-example gradients if they were made and are small enough to keep."""
+    batch = terms[0].batch
+    step = max(1, int(MAX_ELEMENTS // max(1.0, method.memory)))
+    if step >= batch:
+        return _EVALUATE[method.name](terms)
+    chunks = [slice(start, start + step) for start in range(0, batch, step)]
+    return torch.cat([_EVALUATE[method.name]([t.take(chunk) for t in terms])[0] for chunk in chunks]), None
+
+
+def weighted_sum(terms: Sequence[Term], weights_B: Tensor, kept: Tensor | None) -> Tensor:
+    """Σ_i weights_i Σ terms: from the kept per-example gradients, or by one matrix product a term."""
+    if kept is not None:
+        return Direct(kept).weighted_sum(weights_B)
+    total = terms[0].weighted_sum(weights_B)
+    for term in terms[1:]:
+        total += term.weighted_sum(weights_B)
+    return total
+
+
+def _methods(terms: Sequence[Term]) -> list[Method]:
+    outers = [t for t in terms if isinstance(t, Outer)]
+    convs = [t for t in terms if isinstance(t, Conv)]
+    if len(outers) == len(terms):
+        return _outer_methods(outers)
+    if len(convs) == len(terms):
+        return _conv_methods(convs)
+    size = terms[0].per_example().numel() / terms[0].batch if isinstance(terms[0], Direct) else _size(terms[0])
+    return [Method("direct" if len(terms) == 1 else "per-example", 2 * size, 2 * size)]
+
+
+def _outer_methods(terms: list[Outer]) -> list[Method]:
+    lengths, width, rows = [t.right.shape[1] for t in terms], terms[0].right.shape[2], terms[0].rows
+    if all(t.one_hot for t in terms):
+        return [Method("rows", sum(lengths) * width * 8.0, sum(lengths) * width)]
+    pairs = sum(a * b for a, b in combinations_with_replacement(lengths, 2))
+    gram = Method("gram", pairs * (width + rows), 2.0 * max(lengths) ** 2)
+    if any(t.one_hot for t in terms):
+        return [gram]
+    size = rows * width
+    return [gram, Method("per-example", sum(lengths) * size + 16.0 * size, size)]
+
+
+def _conv_methods(terms: list[Conv]) -> list[Method]:
+    conv = terms[0]
+    images = conv.input.shape[0] // conv.batch
+    positions = images * conv.output[0, 0].numel()
+    filters, size = conv.output.shape[1], _size(conv)
+    patch = size / filters * conv.shape.groups
+    grouped = Method("grouped", len(terms) * positions * size * _GROUPED_PENALTY(filters), size * images)
+    if conv.shape.groups > 1:
+        return [grouped]
+    unfold = len(terms) * positions * patch * 12.0  # copying, in units of a multiply-add
+    pairs = len(terms) * (len(terms) + 1) / 2 * positions**2
+    return [
+        grouped,
+        Method("patches", len(terms) * positions * size + unfold + 16.0 * size, size * images + positions * patch),
+        Method("patch-gram", pairs * (patch + filters) + unfold, 2.0 * positions**2 + positions * patch),
+    ]
+
+
+def _GROUPED_PENALTY(filters: int) -> float:
+    return max(0.6, filters / 64.0)
+
+
+def _size(term: Term) -> float:
+    if isinstance(term, Conv):
+        kernel = 1
+        for k in term.shape.kernel:
+            kernel *= k
+        return float(term.output.shape[1] * term.input.shape[1] // term.shape.groups * kernel)
+    if isinstance(term, Outer):
+        return float(term.rows * term.right.shape[2])
+    return term.grads[0].numel() if term.batch else 0.0
+
+
+def _gram(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+    outers = [t for t in terms if isinstance(t, Outer)]
+    total = outers[0].right.new_zeros(outers[0].batch)
+    for (i, a), (j, b) in combinations_with_replacement(enumerate(outers), 2):
+        total.add_(a.squared_norm_with(b), alpha=1 if i == j else 2)
+    return total, None
+
+
+def _patch_gram(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+    return _gram([t.outer() for t in terms if isinstance(t, Conv)])
+
+
+def _rows(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+    """Sums over equal row numbers of one example, then their squares: an embedding's norm without its table."""
+    outers = [t for t in terms if isinstance(t, Outer)]
+    numbers = torch.cat([t.left for t in outers], 1)
+    values = torch.cat([t.right for t in outers], 1)
+    batch, length, width = values.shape
+    example = torch.arange(batch, device=values.device).unsqueeze(1)
+    if length == 1:
+        return values.square().sum((1, 2)), None
+    keys, where = torch.unique(example * outers[0].rows + numbers, return_inverse=True)
+    sums = values.new_zeros(len(keys), width).index_add_(0, where.flatten(), values.reshape(-1, width))
+    squares = sums.square_().sum(1)
+    return values.new_zeros(batch).index_add_(0, keys // outers[0].rows, squares), None
+
+
+def _from_gradients(
+    make: Callable[[Term], Tensor],
+) -> Callable[[Sequence[Term]], tuple[Tensor, Tensor | None]]:
+    def evaluate(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+        grads = make(terms[0])
+        for term in terms[1:]:
+            grads = grads + make(term)
+        flat = grads.reshape(len(grads), -1)
+        return torch.linalg.vecdot(flat, flat), grads
+
+    return evaluate
+
+
+def _by_patches(term: Term) -> Tensor:
+    return term.per_example_by_patches() if isinstance(term, Conv) else term.per_example()
+
+
+_EVALUATE: dict[str, Callable[[Sequence[Term]], tuple[Tensor, Tensor | None]]] = {
+    "direct": _from_gradients(lambda term: term.per_example()),
+    "per-example": _from_gradients(lambda term: term.per_example()),
+    "grouped": _from_gradients(lambda term: term.per_example()),
+    "patches": _from_gradients(_by_patches),
+    "gram": _gram,
+    "rows": _rows,
+    "patch-gram": _patch_gram,
+}

@@ -1,0 +1,87 @@
+"""Element-wise operations with broadcasting, and operations that only move elements.
+
+The parameter is watched in the shape in which it meets the data (`Call.watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from diskdp.gradients.rules.fallback import per_example_vjp
+from diskdp.gradients.trace import Call, Rule, flat_tensors, replaced
+
+
+def elementwise(call: Call) -> Tensor:
+    """Any operation that works element by element on the broadcast shape of its tensors."""
+    if call.in_place and call.source(call.args[0]) is not None:
+        raise call.refuse("writes data into a tensor computed from parameters; write the operation out of place")
+    shape = torch.broadcast_shapes(*(t.shape for t in flat_tensors(call.args, call.kwargs)))
+
+    def watch(value: Tensor) -> Tensor:
+        source = call.source(value)
+        return value if source is None else call.watch(source, shape)
+
+    result: Tensor = call.function(*replaced(call.args, watch), **replaced(call.kwargs, watch))
+    return result
+
+
+def moving(call: Call) -> Tensor:
+    """Concatenation and its like: sources that were expanded along the batch are watched as they stand."""
+
+    def watch(value: Tensor) -> Tensor:
+        source = call.source(value)
+        return value if source is None else call.watch(source)
+
+    result: Tensor = call.function(*replaced(call.args, watch), **replaced(call.kwargs, watch))
+    return result
+
+
+def expanded_or_vjp(call: Call) -> Tensor:
+    """Without a rule: watch sources that were expanded over the batch, else differentiate the operation."""
+    sources = call.sources()
+    if sources and all(source.view == "broadcast" for source in sources):
+        return moving(call)
+    return per_example_vjp(call)
+
+
+_BINARY = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "true_divide",
+    "multiply",
+    "divide",
+    "subtract",
+    "maximum",
+    "minimum",
+    "pow",
+)
+_TERNARY = ("where", "lerp", "addcmul", "addcdiv", "masked_fill", "clamp")
+_DUNDERS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow")
+_IN_PLACE = (
+    "add_",
+    "sub_",
+    "mul_",
+    "div_",
+    "addcmul_",
+    "lerp_",
+    "__iadd__",
+    "__isub__",
+    "__imul__",
+    "__itruediv__",
+)
+
+
+def _named(*names: str) -> list[Callable[..., object]]:
+    owners = (torch, torch.Tensor)
+    return [getattr(owner, name) for owner in owners for name in names if hasattr(owner, name)]
+
+
+RULES: list[tuple[list[Callable[..., object]], Rule]] = [
+    (_named(*_BINARY, *_TERNARY, *_IN_PLACE, *(f"__{name}__" for name in _DUNDERS), "rsub"), elementwise),
+    (_named("cat", "concat", "concatenate", "stack", "hstack", "vstack"), moving),
+]

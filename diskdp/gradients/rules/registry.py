@@ -1,0 +1,20 @@
+"""The table from operation to rule. A rule belongs to an operation, not to a module class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from diskdp.gradients.rules import arithmetic, convolution, lookup, matrix, normalization
+from diskdp.gradients.trace import Rule, Rules
+
+
+@functools.cache
+def default_rules() -> Rules:
+    """All rules that come with the library."""
+    table: dict[Callable[..., Any], Rule] = {}
+    for family in (matrix, convolution, lookup, normalization, arithmetic):
+        for functions, rule in family.RULES:
+            table.update(dict.fromkeys(functions, rule))
+    return Rules(rules=table, guards=normalization.GUARDS, fallback=arithmetic.expanded_or_vjp)

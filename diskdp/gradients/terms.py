@@ -1,0 +1,302 @@
+"""Per-example gradients as sums of products of factors, without the gradients themselves.
+
+A term stands for one use of one parameter at one point: a tensor g_i of the parameter's shape for each of the
+B examples. `Outer` keeps Σ_t left_{i,t} ⊗ right_{i,t}, `Conv` keeps a convolution's input and output gradient,
+`Direct` keeps the g_i. Factors arrive in the dtype in which sums are to be taken.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The per-example gradients themselves, [B, *shape]."""
+
+    grads: Tensor
+
+    @property
+    def batch(self) -> int:
+        return self.grads.shape[0]
+
+    def per_example(self) -> Tensor:
+        return self.grads
+
+    def weighted_sum(self, weights_B: Tensor) -> Tensor:
+        return torch.mv(self.grads.reshape(self.batch, -1).t(), weights_B.to(self.grads.dtype)).view(
+            self.grads.shape[1:]
+        )
+
+    def take(self, examples: slice | Tensor) -> Direct:
+        return Direct(self.grads[examples])
+
+    def double(self) -> Direct:
+        return Direct(self.grads.double())
+
+    def without(self, bad_B: Tensor) -> Direct:
+        return Direct(_blank(self.grads, bad_B))
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Σ_t left_t ⊗ right_t for a matrix [P, D]: left [B, T, P] (or row numbers [B, T]), right [B, T, D].
+
+    Row numbers stand for one-hot rows that are never expanded: the gradient of an embedding.
+    """
+
+    left: Tensor
+    right: Tensor
+    rows: int  # P
+
+    @property
+    def batch(self) -> int:
+        return self.right.shape[0]
+
+    @property
+    def one_hot(self) -> bool:
+        return self.left.dim() == 2
+
+    def per_example(self) -> Tensor:
+        if not self.one_hot:
+            return torch.bmm(self.left.transpose(1, 2), self.right)
+        grads = self.right.new_zeros(self.batch, self.rows, self.right.shape[2])
+        return grads.scatter_add_(1, self.left.unsqueeze(2).expand_as(self.right), self.right)
+
+    def weighted_sum(self, weights_B: Tensor) -> Tensor:
+        weights = weights_B.to(self.right.dtype)[:, None, None]
+        width = self.right.shape[2]
+        if self.one_hot:
+            total = self.right.new_zeros(self.rows, width)
+            return total.index_add_(0, self.left.flatten(), (self.right * weights).reshape(-1, width))
+        left, right = self.left, self.right
+        if self.rows <= width:  # scale the smaller factor
+            left = left * weights
+        else:
+            right = right * weights
+        return left.reshape(-1, self.rows).t() @ right.reshape(-1, width)
+
+    def take(self, examples: slice | Tensor) -> Outer:
+        return replace(self, left=self.left[examples], right=self.right[examples])
+
+    def double(self) -> Outer:
+        return replace(self, left=self.left if self.one_hot else self.left.double(), right=self.right.double())
+
+    def without(self, bad_B: Tensor) -> Outer:
+        left = self.left if self.one_hot else _blank(self.left, bad_B)
+        return replace(self, left=left, right=_blank(self.right, bad_B))
+
+    def squared_norm_with(self, other: Outer) -> Tensor:
+        """<G_i, G'_i> for each example: Σ_{t,s} (left_t · left'_s)(right_t · right'_s)."""
+        if not self.one_hot and not other.one_hot and self.left.shape[1] == other.left.shape[1] == 1:
+            lefts = torch.linalg.vecdot(self.left, other.left)
+            return (lefts * torch.linalg.vecdot(self.right, other.right)).squeeze(1)
+        rights = torch.bmm(self.right, other.right.transpose(1, 2))
+        return rights.mul_(_left_gram(self, other)).sum((1, 2))
+
+
+@dataclass(frozen=True)
+class ConvShape:
+    """What a convolution does, apart from its tensors; padding is symmetric and already numeric."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
+@dataclass(frozen=True)
+class Conv:
+    """A convolution's input [B·K, C, *S] and output gradient [B·K, P, *O], K images an example, examples outermost."""
+
+    input: Tensor
+    output: Tensor
+    batch: int
+    shape: ConvShape
+
+    def per_example(self) -> Tensor:
+        """Weight gradients by one grouped convolution over all images (stride and dilation change places)."""
+        x, r, conv = self.input, self.output, self.shape
+        images, channels, filters = x.shape[0], x.shape[1], r.shape[1]
+        blocks = images * conv.groups
+        taps = x.reshape(blocks, channels // conv.groups, *x.shape[2:]).transpose(0, 1)
+        kernels = r.reshape(images * filters, 1, *r.shape[2:])
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[len(conv.kernel) - 1]
+        grads = convolve(taps, kernels, None, conv.dilation, conv.padding, conv.stride, blocks)
+        for axis, size in enumerate(conv.kernel):  # a stride that does not divide leaves extra positions
+            grads = grads.narrow(2 + axis, 0, size)
+        grads = grads.reshape(channels // conv.groups, images, filters, *conv.kernel).movedim(0, 2)
+        return self._by_example(grads)
+
+    def per_example_by_patches(self) -> Tensor:
+        """The same by one matrix product an image over its patches; for groups = 1."""
+        images, filters = self.output.shape[:2]
+        grads = torch.bmm(self.output.reshape(images, filters, -1), self.patches().transpose(1, 2))
+        return self._by_example(grads.view(images, filters, self.input.shape[1], *self.shape.kernel))
+
+    def patches(self) -> Tensor:
+        """The receptive field of every output position, [B·K, C·kernel, positions]."""
+        conv, out = self.shape, self.output.shape[2:]
+        x = F.pad(self.input, [p for pad in reversed(conv.padding) for p in (pad, pad)]).contiguous()
+        steps = x.stride()[2:]
+        view = x.as_strided(
+            (*x.shape[:2], *conv.kernel, *out),
+            (
+                *x.stride()[:2],
+                *(s * d for s, d in zip(steps, conv.dilation)),
+                *(s * d for s, d in zip(steps, conv.stride)),
+            ),
+        )
+        return view.reshape(x.shape[0], -1, math.prod(out))
+
+    def outer(self) -> Outer:
+        """As rows over positions, for a Gram norm; for groups = 1."""
+        images, filters = self.output.shape[:2]
+        left = self.output.reshape(images, filters, -1).transpose(1, 2).reshape(self.batch, -1, filters)
+        patches = self.patches()
+        right = patches.transpose(1, 2).reshape(self.batch, -1, patches.shape[1])
+        return Outer(left, right, filters)
+
+    def weighted_sum(self, weights_B: Tensor) -> Tensor:
+        x, conv = self.input, self.shape
+        weights = weights_B.to(x.dtype).repeat_interleave(x.shape[0] // self.batch)
+        scaled = self.output * weights.view(-1, *[1] * (x.dim() - 1))
+        kernel = x.new_empty(self.output.shape[1], x.shape[1] // conv.groups, *conv.kernel)
+        result = torch.ops.aten.convolution_backward(
+            scaled,
+            x,
+            kernel,
+            None,
+            conv.stride,
+            conv.padding,
+            conv.dilation,
+            False,
+            [0] * len(conv.kernel),
+            conv.groups,
+            [False, True, False],
+        )
+        grads: Tensor = result[1]
+        return grads
+
+    def take(self, examples: slice | Tensor) -> Conv:
+        x = self.input.unflatten(0, (self.batch, -1))[examples]
+        r = self.output.unflatten(0, (self.batch, -1))[examples]
+        return replace(self, input=x.flatten(0, 1), output=r.flatten(0, 1), batch=x.shape[0])
+
+    def double(self) -> Conv:
+        return replace(self, input=self.input.double(), output=self.output.double())
+
+    def without(self, bad_B: Tensor) -> Conv:
+        bad = bad_B.repeat_interleave(self.input.shape[0] // self.batch)
+        return replace(self, input=_blank(self.input, bad), output=_blank(self.output, bad))
+
+    def _by_example(self, grads: Tensor) -> Tensor:
+        return grads if grads.shape[0] == self.batch else grads.unflatten(0, (self.batch, -1)).sum(1)
+
+
+Term: TypeAlias = Direct | Outer | Conv
+
+
+def combine(terms: Sequence[Term], coefficients: Sequence[float]) -> list[Term]:
+    """Terms of one use at several points -> terms of the weighted sum Σ_k a_k G_k.
+
+    Written with differences taken in the factors,
+    Σ_k a_k l_k ⊗ r_k = l_0 ⊗ (Σ_k a_k r_k) + Σ_{k>0} a_k (l_k - l_0) ⊗ r_k,
+    so that nearly equal points with large coefficients of opposite sign cancel before they are squared.
+    A factor that is the same at every point (a layer's input data, token numbers) leaves a single term.
+
+    >>> l, r = torch.ones(1, 1, 2), torch.ones(1, 1, 3)
+    >>> [len(combine([Outer(l, r, 2), Outer(x, y, 2)], [0.25, 0.75])) for x, y in [(2 * l, 2 * r), (l, 2 * r)]]
+    [2, 1]
+    """
+    first = terms[0]
+    if len(terms) == 1:
+        return [_scaled(first, coefficients[0])]
+    if isinstance(first, Direct):
+        return [Direct(_mix([t.per_example() for t in terms], coefficients))]
+    if isinstance(first, Conv):
+        convs = [t for t in terms if isinstance(t, Conv)]
+        mixed: list[Term] = [replace(first, output=_mix([t.output for t in convs], coefficients))]
+        for a, conv in zip(coefficients[1:], convs[1:]):
+            if not same_data(conv.input, first.input):
+                mixed.append(replace(first, input=conv.input - first.input, output=conv.output * a))
+        return mixed
+    outers = [t for t in terms if isinstance(t, Outer)]
+    fixed = all(same_data(t.left, first.left) for t in outers)
+    if fixed or not all(same_data(t.right, first.right) for t in outers):
+        result: list[Term] = [replace(first, right=_mix([t.right for t in outers], coefficients))]
+        if fixed:
+            return result
+        if first.one_hot:  # different rows at the two points: nothing to cancel
+            return [_scaled(t, a) for t, a in zip(outers, coefficients)]
+        for a, t in zip(coefficients[1:], outers[1:]):
+            result.append(replace(first, left=(t.left - first.left).mul_(a), right=t.right))
+        return result
+    return [replace(first, left=_mix([t.left for t in outers], coefficients))]
+
+
+def pairable(terms: Sequence[Term]) -> bool:
+    """Whether `combine` may treat these as one use seen at several points."""
+    first = terms[0]
+    for other in terms[1:]:
+        if type(other) is not type(first):
+            return False
+        if isinstance(first, Outer) and isinstance(other, Outer):
+            same = first.left.shape == other.left.shape and first.right.shape == other.right.shape
+        elif isinstance(first, Conv) and isinstance(other, Conv):
+            same = (first.input.shape, first.output.shape, first.shape) == (
+                other.input.shape,
+                other.output.shape,
+                other.shape,
+            )
+        else:
+            same = first.per_example().shape == other.per_example().shape
+        if not same:
+            return False
+    return True
+
+
+def same_data(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are views of the very same numbers (no comparison of values)."""
+    return a is b or (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
+    )
+
+
+def _mix(values: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
+    total = values[0] * sum(coefficients)
+    for a, value in zip(coefficients[1:], values[1:]):
+        total.add_(value - values[0], alpha=a)
+    return total
+
+
+def _scaled(term: Term, a: float) -> Term:
+    if a == 1:
+        return term
+    if isinstance(term, Direct):
+        return Direct(term.grads * a)
+    if isinstance(term, Conv):
+        return replace(term, output=term.output * a)
+    return replace(term, right=term.right * a)
+
+
+def _left_gram(a: Outer, b: Outer) -> Tensor:
+    if not a.one_hot and not b.one_hot:
+        return torch.bmm(a.left, b.left.transpose(1, 2))
+    if a.one_hot and b.one_hot:
+        return (a.left.unsqueeze(2) == b.left.unsqueeze(1)).to(a.right.dtype)
+    if b.one_hot:  # row b.left[s] of the dense factor: [B, T, S]
+        return a.left.gather(2, b.left.unsqueeze(1).expand(-1, a.left.shape[1], -1))
+    return _left_gram(b, a).transpose(1, 2)
+
+
+def _blank(values: Tensor, bad_B: Tensor) -> Tensor:
+    return values.masked_fill(bad_B.view(-1, *[1] * (values.dim() - 1)), 0)

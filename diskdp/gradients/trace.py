@@ -1,0 +1,374 @@
+"""Seeing every use of a parameter at the operation that uses it.
+
+`Trace` is a torch function mode, active while the loss is computed and while it is differentiated. Wherever a
+trainable parameter meets data it puts the parameter's value at the wanted point in its place, detached, and taps the
+result: in the backward pass the tap learns the gradient at the operation's output, which together with the
+operation's input is the per-example gradient (a `Use`). Tensors computed from parameters alone become `Source`s of
+their own, with an ordinary autograd graph back to the parameters. Nothing is written on the model.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from diskdp.errors import GradientError
+from diskdp.gradients import batches
+from diskdp.gradients.ownership import Owner
+from diskdp.gradients.terms import Direct, Term
+
+Build: TypeAlias = Callable[[Sequence[Tensor], Tensor, Owner], "list[tuple[Source, Term]]"]
+"""(saved inputs, gradient at the output, who owns its rows) -> a term for each source used."""
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A parameter, or a tensor computed from parameters alone, at one point."""
+
+    name: str
+    value: Tensor  # what operations compute with: detached
+    node: Tensor  # the same numbers, with an autograd graph back to the parameters' leaves
+    leaves: Mapping[str, Tensor]  # the parameters it was computed from
+    base: Source | None = None  # the source of which this is a view ...
+    view: str = "other"  # ... of this kind: "same", "transpose", "broadcast" or "other"
+
+    @property
+    def parameter(self) -> bool:
+        return self.base is None and self.leaves.get(self.name) is self.node
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """One operation that used parameters, in the order in which operations ran."""
+
+    index: int
+    operation: str
+    targets: tuple[str, ...]  # names of parameters
+    build: Build
+
+    def describe(self) -> str:
+        return f"{self.operation} (parameter {', '.join(self.targets)})"
+
+
+class _Tap(torch.autograd.Function):
+    """Identity in place (so that the result is no view); reports the gradient that passes, with the saved inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: Tensor, trace: Trace, use: Use, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)
+        ctx.trace, ctx.use = trace, use
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        if grad is not None:
+            # read once: under checkpointing each read may recompute; detached: a view would keep the graph alive
+            saved = [t.detach() for t in ctx.saved_tensors]
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                ctx.trace.report(ctx.use, saved, grad.detach())
+        return (None, grad, None, None, *[None] * len(ctx.needs_input_grad[4:]))
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation about to run on at least one source and at least one tensor of data."""
+
+    trace: Trace
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", str(self.function)).strip("_")
+
+    def bind(self, *names: str, **defaults: Any) -> list[Any]:
+        """Arguments by position or name: required ``names`` first, then ``defaults`` in their order."""
+        order = (*names, *defaults)
+        given = dict(zip(order, self.args))
+        given.update(self.kwargs)
+        missing = [name for name in names if name not in given]
+        if missing or len(self.args) > len(order):
+            raise GradientError(f"{self.name}: unexpected call signature; write the call with {order} in this order")
+        return [given.get(name, defaults.get(name)) for name in order]
+
+    def source(self, value: Any) -> Source | None:
+        return self.trace.sources.get(id(value)) if isinstance(value, Tensor) else None
+
+    def value(self, value: Any) -> Any:
+        source = self.source(value)
+        return value if source is None else source.value
+
+    def is_data(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and self.source(value) is None and self.trace.is_data(value)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the operation writes into its first argument."""
+        name = getattr(self.function, "__name__", "")
+        return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_OPERATORS
+
+    def sources(self) -> list[Source]:
+        found = (self.trace.sources.get(id(t)) for t in flat_tensors(self.args, self.kwargs))
+        return list(dict.fromkeys(s for s in found if s is not None))
+
+    def refuse(self, reason: str) -> GradientError:
+        names = list(dict.fromkeys(name for source in self.sources() for name in source.leaves))
+        where = f" (parameter {', '.join(names)})" if names else ""
+        return GradientError(f"{self.name}{where}: {reason}", names)
+
+    def tap(self, output: Tensor, targets: Sequence[Source | None], saved: Sequence[Tensor], build: Build) -> Tensor:
+        """Watch ``output``; ``build`` makes the terms once its gradient is known."""
+        if output._is_view():  # in-place operations on what follows must not reach through a view
+            output = torch.ops.aten._unsafe_view.default(output, output.shape)
+        names = tuple(dict.fromkeys(name for s in targets if s is not None for name in s.leaves))
+        use = self.trace.new_use(self.name, names, build)
+        result: Tensor = _Tap.apply(self.trace.anchor, output, self.trace, use, *saved)  # type: ignore[no-untyped-call]
+        return result
+
+    def watch(self, source: Source, shape: torch.Size | None = None) -> Tensor:
+        """``source`` itself, expanded (without memory) to ``shape`` and tapped: it meets the data there.
+
+        The gradient at the expanded tensor has the data's rows; an example's gradient is the sum of its own.
+        """
+        shape = source.value.shape if shape is None else shape
+        while source.view == "broadcast" and source.base is not None:
+            source = source.base
+        target = source
+
+        def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
+            return [(target, Direct(owner.sum_to(grad, target.value.shape)))]
+
+        return self.tap(target.value.expand(shape), [target], [], build)
+
+
+Rule: TypeAlias = Callable[[Call], Any]
+Sink: TypeAlias = Callable[[Use, Sequence[Tensor], Tensor], None]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What to do at an operation: rules where parameters are used, guards wherever the operation runs."""
+
+    rules: Mapping[Callable[..., Any], Rule]
+    guards: Mapping[Callable[..., Any], Callable[[Call], None]]
+    fallback: Rule
+
+
+class Trace(TorchFunctionMode):
+    """One evaluation of a loss at one point: parameters, or ``values`` in their place where given."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        data: Iterable[Tensor],
+        rules: Rules,
+    ) -> None:
+        super().__init__()
+        self.rules = rules
+        self._sink: Sink | None = None
+        self.anchor = torch.zeros((), requires_grad=True)  # makes every tap reachable from the loss
+        self.log: list[tuple[str, tuple[str, ...]]] = []  # operation and parameters of each use
+        self.sources: dict[int, Source] = {}
+        self._alive: list[Tensor] = list(parameters.values())  # ids in `sources` must not be reused
+        for name, parameter in parameters.items():
+            value = values.get(name, parameter).detach()
+            leaf = value.detach().requires_grad_()
+            self.sources[id(parameter)] = Source(name, value, leaf, {name: leaf})
+        self._data: dict[int, weakref.ref[Tensor]] = {}
+        for tensor in data:
+            self._note(tensor)
+
+    def new_use(self, operation: str, targets: tuple[str, ...], build: Build) -> Use:
+        self.log.append((operation, targets))
+        return Use(len(self.log) - 1, operation, targets, build)
+
+    def losses(self, loss_fn: Callable[[Any, Any], Tensor], model: Any, batch: Any) -> Tensor:
+        """Evaluate the per-example losses at this point."""
+        with torch.enable_grad(), self:
+            losses_B = loss_fn(model, batch)
+        if isinstance(losses_B, Tensor) and id(losses_B) in self.sources:  # computed from parameters alone
+            with torch.enable_grad():
+                losses_B = Call(self, torch.Tensor.clone, (losses_B,), {}).watch(self.sources[id(losses_B)])
+        return batches.checked_losses(losses_B)
+
+    def report(self, use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
+        """What a tap calls when the gradient has reached it."""
+        if self._sink is not None:
+            self._sink(use, saved, grad)
+
+    def differentiate(self, losses_B: Tensor, cotangents_B: Tensor, sink: Sink, keep_graph: bool = False) -> None:
+        """One backward pass to the taps, Σ_i cotangent_i loss_i; ``sink`` hears of every use."""
+        # no `inputs`: reentrant checkpointing refuses them; the taps' anchor is the only leaf there is
+        self._sink = sink
+        try:
+            with self:
+                torch.autograd.backward([losses_B], [cotangents_B], retain_graph=keep_graph)
+        finally:
+            self._sink = None  # it holds what it collected: no cycle through the graph may remain
+
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        touched, sources = list(flat_tensors(args, kwargs)), self.sources
+        if not any(id(t) in sources for t in touched):
+            if func in self.rules.guards:
+                self.rules.guards[func](Call(self, func, args, kwargs))
+            if func in _BACKWARD:  # recomputation in the backward pass must be seen too
+                with self:
+                    return without_override(func)(*args, **kwargs)
+            return self._run_on_data(func, touched, args, kwargs)
+        call = Call(self, func, args, kwargs)
+        if func in self.rules.guards:
+            self.rules.guards[func](call)
+        if getattr(func, "__name__", "") == "__get__":
+            attribute = getattr(func.__self__, "__name__", "")
+            if attribute not in _DIFFERENTIABLE_ATTRIBUTES:
+                return func(*(replaced(args, call.value) if attribute == "data" else args), **kwargs)
+        if not torch.is_grad_enabled():  # as autograd would: no gradient through here
+            return func(*replaced(args, call.value), **replaced(kwargs, call.value))
+        if func is torch.Tensor.detach:
+            return call.value(args[0])
+        if not any(id(t) not in sources and self.is_data(t) for t in touched) or func in _SHAPE_OF_DATA:
+            return self._derive(call)
+        if func in self.rules.rules:
+            return self.rules.rules[func](call)
+        if isinstance(func, types.FunctionType):  # a composite written in Python: look inside
+            with self:
+                return without_override(func)(*args, **kwargs)
+        return self.rules.fallback(call)
+
+    def _run_on_data(self, func: Any, touched: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        outputs = [result] if isinstance(result, Tensor) else list(flat_tensors((result,), {}))
+        unmarked = [t for t in outputs if not t.requires_grad]
+        if result is None and touched:  # in-place assignment: data may have flowed into its first argument
+            unmarked = [touched[0]]
+        if unmarked and any(self.is_data(t) for t in touched):
+            for tensor in unmarked:
+                self._note(tensor)
+        return result
+
+    def _derive(self, call: Call) -> Any:
+        """Run an operation on parameters and constants alone; what it returns is a source again."""
+        args, kwargs, func = call.args, call.kwargs, call.function
+        inputs = call.sources()
+        if func is torch.Tensor.expand_as:
+            func, args = torch.Tensor.expand, (args[0], args[1].shape)
+
+        def node(value: Any) -> Any:
+            source = call.source(value)
+            return value if source is None else source.node
+
+        result = func(*replaced(args, node), **replaced(kwargs, node))
+        for output in flat_tensors((result,), {}):
+            if output.requires_grad:
+                self.sources[id(output)] = _derived(call, output, inputs)
+                self._alive.append(output)
+        return result
+
+    def is_data(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad or id(tensor) in self._data
+
+    def _note(self, tensor: Tensor) -> None:
+        key, seen = id(tensor), self._data
+        if key not in seen:
+            seen[key] = weakref.ref(tensor, lambda _: seen.pop(key, None))
+
+
+def _derived(call: Call, output: Tensor, inputs: list[Source]) -> Source:
+    leaves = {name: leaf for source in inputs for name, leaf in source.leaves.items()}
+    name = f"{call.name}({', '.join(source.name for source in inputs)})"
+    base, view = (inputs[0], _view_kind(call, output, inputs[0])) if len(inputs) == 1 else (None, "other")
+    return Source(name, output.detach(), output, leaves, base if view != "other" else None, view)
+
+
+def _view_kind(call: Call, output: Tensor, base: Source) -> str:
+    """How ``output`` shows its base: the same, transposed, broadcast, or in any other way."""
+    value = base.node
+    if call.function is torch.Tensor.repeat and _repeats_only_ones(value, output):
+        return "broadcast"
+    if output.data_ptr() != value.data_ptr() or output.dtype != value.dtype:
+        return "other"
+    if output.shape == value.shape and _strides(output) == _strides(value):
+        return "same"
+    if value.dim() == 2 and output.shape == value.shape[::-1] and output.stride() == value.stride()[::-1]:
+        return "transpose"
+    if output.dim() >= value.dim() and _expands(value, output):
+        return "broadcast"
+    return "other"
+
+
+def _expands(value: Tensor, output: Tensor) -> bool:
+    padded = (1,) * (output.dim() - value.dim()) + tuple(value.shape)
+    if any(p not in (1, o) for p, o in zip(padded, output.shape)):
+        return False
+    return _strides(value.expand(output.shape)) == _strides(output)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Strides of the axes along which there is anything to step over."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape) if size > 1]
+
+
+def _repeats_only_ones(value: Tensor, output: Tensor) -> bool:
+    padded = (1,) * (output.dim() - value.dim()) + tuple(value.shape)
+    return all(p in (1, o) for p, o in zip(padded, output.shape))
+
+
+def flat_tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Tensors among the arguments of an operation, lists and tuples of them included."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value) in (list, tuple):
+            yield from flat_tensors(value, {})
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure of arguments with ``change`` applied to every tensor."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (list, tuple):
+        return type(value)(replaced(item, change) for item in value)
+    if isinstance(value, Mapping) and not isinstance(value, Tensor):
+        return {key: replaced(item, change) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The body of one of torch's Python functions without its check for torch function overrides.
+
+    While a mode is active that check hands the call straight back to the mode, so that a composite (attention, say)
+    could never be looked into. The copy shares the code and sees the module's names, except for the check.
+    """
+    if not isinstance(func, types.FunctionType):
+        return func
+
+    def never(*_: Any) -> bool:
+        return False
+
+    checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+    names = {**func.__globals__, **dict.fromkeys(checks, never)}
+    copy = types.FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+_BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
+_DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_IN_PLACE_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
+_SHAPE_OF_DATA = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.type_as})
