@@ -1,0 +1,144 @@
+"""DiSK's filter and its special cases, as values; `start` makes the running state.
+
+A filter says at which points the gradient is wanted (`points`) and turns privatised gradients into the ones that the
+optimizer sees. It never looks at anything that has not been privatised.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from diskdp.errors import CheckpointError, FilterError
+
+Tensors: TypeAlias = "list[Tensor]"
+
+
+class FilterState(Protocol):
+    """Running state of a filter over a fixed list of tensors."""
+
+    def update(self, gradients: Tensors) -> Tensors:
+        """The filtered gradients; the result may be kept by the state and must not be written to."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Filter(Protocol):
+    """What `private.step` needs to know of a filter."""
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """Weights (1-c, c) of the gradients at x_t and at the look-ahead point."""
+        ...
+
+    @property
+    def lookahead(self) -> float | None:
+        """γ of the look-ahead point x_t + γ (x_t - x_{t-1}), or None if it is never used."""
+        ...
+
+    @property
+    def clip(self) -> Literal["joint", "separate"]: ...
+
+    def start(self) -> FilterState: ...
+
+
+@dataclass(frozen=True)
+class DiSK:
+    """The simplified Kalman filter: u = (1-c) ∇f(x_t) + c ∇f(x_t + γ d_{t-1}), g̃_t = (1-κ) g̃_{t-1} + κ g_t.
+
+    c = (1-κ)/(κγ) unless ``c`` is given. γ = None leaves out the second point (a first-order low-pass filter), κ = 1
+    is the base optimizer. ``clip="joint"`` clips u_i once; "separate" clips each point's gradient by itself and
+    multiplies the sensitivity by |c| + |1-c|.
+
+    >>> DiSK(kappa=0.5, gamma=1.0).coefficients
+    (0.0, 1.0)
+    """
+
+    kappa: float = 0.7
+    gamma: float | None = 0.5
+    clip: Literal["joint", "separate"] = "joint"
+    c: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.kappa <= 1:
+            raise FilterError(f"kappa={self.kappa} must lie in (0, 1]; 1 means no filtering")
+        if self.gamma is not None and (self.gamma == 0 or not math.isfinite(self.gamma)):
+            raise FilterError(f"gamma={self.gamma} must be finite and not 0; gamma=None leaves out the second point")
+        if self.clip not in ("joint", "separate"):
+            raise FilterError(f"clip={self.clip!r} must be 'joint' or 'separate'")
+        if self.c is not None and (self.gamma is None or not math.isfinite(self.c)):
+            raise FilterError(f"c={self.c} weighs the look-ahead point: it must be finite, and gamma must be given")
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        if self.gamma is None:
+            return 1.0, 0.0
+        c = (1 - self.kappa) / (self.kappa * self.gamma) if self.c is None else self.c
+        if abs(c - 1) < 1e-12:  # γ = (1-κ)/κ in floating point: the look-ahead point alone
+            c = 1.0
+        return 1.0 - c, c
+
+    @property
+    def lookahead(self) -> float | None:
+        return self.gamma if self.coefficients[1] != 0 else None
+
+    def start(self) -> FilterState:
+        return _Average(self.kappa)
+
+
+@dataclass(frozen=True)
+class NoFilter:
+    """The base DP optimizer: one point, gradients as they are.
+
+    >>> NoFilter().start().update([torch.ones(1)])
+    [tensor([1.])]
+    """
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        return 1.0, 0.0
+
+    @property
+    def lookahead(self) -> float | None:
+        return None
+
+    @property
+    def clip(self) -> Literal["joint", "separate"]:
+        return "joint"
+
+    def start(self) -> FilterState:
+        return _Average(1.0)
+
+
+class _Average:
+    """g̃_t = (1-κ) g̃_{t-1} + κ g_t from g̃_{-1} = g_0; at κ = 1 nothing is kept."""
+
+    def __init__(self, kappa: float) -> None:
+        self.kappa = kappa
+        self._filtered: Tensors | None = None
+
+    def update(self, gradients: Tensors) -> Tensors:
+        if self.kappa == 1:
+            return gradients
+        if self._filtered is None:
+            self._filtered = [g.clone() for g in gradients]
+        else:
+            torch._foreach_lerp_(self._filtered, gradients, self.kappa)
+        return self._filtered
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"filtered": None if self._filtered is None else [g.clone() for g in self._filtered]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if "filtered" not in state:
+            raise CheckpointError("the checkpoint's filter state is not that of an exponential average")
+        filtered = state["filtered"]
+        self._filtered = None if filtered is None else [g.clone() for g in filtered]

@@ -1,0 +1,385 @@
+"""The step: batch -> clipped sum -> ledger entry -> noise -> filter -> optimizer.
+
+Assumes that batches come from `PrivateTraining.loader`, which samples them the way the plan's accountant assumes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from diskdp.checkpoint import load_tree, save_tree
+from diskdp.clipping import Clipper
+from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
+from diskdp.filters import DiSK, Filter
+from diskdp.gradients import ClippedSum, Engine, LossFunction, Point, RandomState, clipped_sum, refuse_modules
+from diskdp.ledger import Ledger
+from diskdp.noise import GaussianNoise, Secret
+from diskdp.plan import Plan
+from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
+
+_CHECKED_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the data holder may look at after a step. None of it is private: never release it.
+
+    ``loss`` and ``median_norm`` are NaN for an empty batch, ``clipped_fraction`` is 0.
+    """
+
+    step: int
+    loss: float
+    batch_size: int
+    clipped_fraction: float
+    median_norm: float
+
+
+class PrivateTraining:
+    """A model, an optimizer and a plan in training. Made by `privatize`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        loss_fn: LossFunction,
+        filter: Filter,
+        microbatch_size: int | None,
+        seed: int | None,
+        ledger_path: Path | None,
+    ) -> None:
+        if microbatch_size is not None and microbatch_size < 1:
+            raise SamplingError(f"microbatch_size={microbatch_size} must be at least 1, or None for whole batches")
+        self.model = model
+        self.optimizer = optimizer
+        self.plan = plan
+        self.filter = filter
+        self.microbatch_size = microbatch_size
+        self.clipper = Clipper(plan.clipping, plan.max_grad_norm)
+        self._engine = Engine(model, loss_fn)
+        self._parameters = self._engine.parameters()
+        _check_optimizer(optimizer, self._parameters)
+        refuse_modules(model)
+        self._needs_closure = _check_evaluations(optimizer)
+        self._secret = Secret.from_os() if seed is None else Secret.from_seed(seed)
+        self._noise = GaussianNoise(self._secret)
+        self._ledger = Ledger(ledger_path, plan.fingerprint)
+        self._filter_state = filter.start()
+        self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
+        self._step = 0
+        self._loader_id: str | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Steps of the plan that this training has taken."""
+        return self._step
+
+    @property
+    def epsilon(self) -> float:
+        """ε spent so far at the plan's δ, by the plan's accountant, repeated steps included."""
+        return self.plan.epsilon_after(self._ledger.spent)
+
+    @property
+    def reproducible(self) -> bool:
+        """Whether a seed was given: then whoever knows it can subtract the noise, and nothing is private."""
+        return self._secret.reproducible
+
+    @property
+    def sensitivity(self) -> float:
+        """S: what one example can contribute to the sum. The noise's standard deviation is σS."""
+        if self.filter.clip == "separate":
+            return self.clipper.sensitivity * sum(abs(a) for a in self.filter.coefficients)
+        return self.clipper.sensitivity
+
+    def loader(
+        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+    ) -> PrivateLoader:
+        """The plan's remaining batches, drawn from ``dataset`` as the plan says.
+
+        Checks the length of the data set against the plan, and on a few examples that the model's per-example
+        gradients can be established: structural faults are found here, before any training.
+        """
+        sampler = PoissonSampler(self.plan.dataset_size, self.plan.sample_rate, self._secret)
+        loader = PrivateLoader(
+            dataset,
+            sampler,
+            plan_token=self.plan.fingerprint,
+            first_step=self._step,
+            last_step=self.plan.steps,
+            microbatch_size=self.microbatch_size,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+        )
+        random = RandomState.capture()
+        some = range(min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES))
+        self.check((collate_fn or default_collate)([dataset[i] for i in some]))
+        random.restore()
+        self._loader_id = loader.loader_id
+        return loader
+
+    def check(self, microbatch: Any) -> None:
+        """Raise GradientError unless exact per-example gradients of this kind of microbatch can be had."""
+        self._engine.gradients(microbatch, [(1.0, None)])
+
+    def step(self, batch: LogicalBatch) -> StepResult:
+        """One step of the plan: charges it, then moves the weights."""
+        self._accept(batch)
+        total = _Total(self._parameters)
+        for microbatch in batch.microbatches():
+            for weight, clipped in self._clipped(microbatch):
+                total.add(weight, clipped)
+        self._ledger.record(self._step)  # before anything noised exists
+        std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
+        noised = self._noise.add(total.sums, std, self._step)
+        gradients = [noised[name] for name in self._parameters]
+        torch._foreach_div_(gradients, float(self.plan.batch_size))
+        self._update(self._filter_state.update(gradients))
+        self._step += 1
+        return total.result(self._step - 1, batch.size, self.clipper)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a later `load_state_dict` needs, the model's and the optimizer's state included.
+
+        Belongs to the private half of a run: the plan's guarantee covers the weights and the filter, but the secret
+        of the noise is never in it.
+        """
+        lookahead = self._lookahead
+        return {
+            "plan": self.plan.fingerprint,
+            "filter": repr(self.filter),
+            "step": self._step,
+            "spent": self._ledger.spent,
+            "model": {name: t.detach().clone() for name, t in self.model.state_dict().items()},
+            "optimizer": _copied(self.optimizer.state_dict()),
+            "filter_state": self._filter_state.state_dict(),
+            "lookahead": None if lookahead is None else {name: t.clone() for name, t in lookahead.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of the same plan and filter. What was spent is never counted down.
+
+        Without a seed, sampling and noise go on from a new secret: a repeated step is a new event, and is charged.
+        """
+        for key, own in (("plan", self.plan.fingerprint), ("filter", repr(self.filter))):
+            if state.get(key) != own:
+                raise CheckpointError(
+                    f"the checkpoint belongs to another {key} ({state.get(key)}, here {own}); "
+                    f"resume with the {key} it was made with"
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._filter_state = self.filter.start()
+        self._filter_state.load_state_dict(state["filter_state"])
+        lookahead = state["lookahead"]
+        self._lookahead = None if lookahead is None else {name: t.clone() for name, t in lookahead.items()}
+        self._step = int(state["step"])
+        self._ledger.at_least(int(state["spent"]))
+        self._loader_id = None
+        if not self._secret.reproducible:
+            self._secret = Secret.from_os()
+            self._noise = GaussianNoise(self._secret)
+
+    def save(self, path: str | Path) -> None:
+        """Write state and plan to one file (safetensors); the previous file stays whole until it is replaced."""
+        save_tree(path, {"plan": self.plan.to_json(), "state": self.state_dict()})
+
+    def _accept(self, batch: LogicalBatch) -> None:
+        if not isinstance(batch, LogicalBatch) or batch.loader_id != self._loader_id:
+            raise SamplingError(
+                f"step() was given {type(batch).__name__ if not isinstance(batch, LogicalBatch) else 'a batch'} that "
+                "does not come from this training's current loader, so the accountant's sampling would not hold; "
+                "iterate over private.loader(dataset)"
+            )
+        if batch.step != self._step:
+            raise SamplingError(
+                f"step() was given the batch of step {batch.step}, but step {self._step} is due; use each batch once, "
+                "in the loader's order"
+            )
+        if self._ledger.spent >= self.plan.steps:
+            raise BudgetExhausted(
+                f"all {self.plan.steps} steps of the plan have been charged (epsilon {self.epsilon:.4g} at delta "
+                f"{self.plan.delta:g}); one more would pass the plan. Training ends here"
+            )
+
+    def _clipped(self, microbatch: Any) -> list[tuple[float, ClippedSum]]:
+        """Clipped sums and the weights they enter with: one for joint clipping, one a point for separate."""
+        here, ahead = self.filter.coefficients
+        if self._lookahead is None or ahead == 0:  # the first step has d = 0: both points are x_0
+            points: list[Point] = [(1.0, None)]
+        else:
+            points = [(here, None), (ahead, self._lookahead)]
+        if self.filter.clip == "joint" or len(points) == 1:
+            return [(1.0, clipped_sum(self._engine, microbatch, points, self.clipper))]
+        random = RandomState.capture()
+        results = []
+        for weight, values in points:
+            random.restore()
+            results.append((weight, clipped_sum(self._engine, microbatch, [(1.0, values)], self.clipper)))
+        return results
+
+    def _update(self, filtered: list[Tensor]) -> None:
+        """Hand the filtered gradients to the optimizer and look ahead along the step it took."""
+        weights = [p.detach() for p in self._parameters.values()]
+        gamma = self.filter.lookahead
+        if gamma is not None:  # the look-ahead point has served: its memory holds x_t during the update
+            if self._lookahead is None:
+                self._lookahead = {name: p.detach().clone() for name, p in self._parameters.items()}
+            else:
+                torch._foreach_copy_(list(self._lookahead.values()), weights)
+        for parameter, gradient in zip(self._parameters.values(), filtered):
+            parameter.grad = gradient.to(parameter.dtype)
+        if self._needs_closure:
+            self.optimizer.step(lambda: 0.0)
+        else:
+            self.optimizer.step()
+        for parameter in self._parameters.values():
+            parameter.grad = None  # a second optimizer step must not see it
+        if gamma is not None and self._lookahead is not None:
+            torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
+
+
+class _Privatize:
+    """`privatize(...)` starts a training, `privatize.resume(path, ...)` goes on with a saved one."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        *,
+        loss_fn: LossFunction,
+        filter: Filter = DiSK(),  # noqa: B008  (a frozen value)
+        microbatch_size: int | None = None,
+        seed: int | None = None,
+        ledger_path: str | Path | None = None,
+    ) -> PrivateTraining:
+        """Train ``model`` by ``optimizer`` under ``plan``.
+
+        ``loss_fn(model, batch)`` returns one loss an example, shape [B]. ``microbatch_size`` bounds how many examples
+        are worked on at once and changes nothing else. ``seed`` makes the run reproducible, and not private.
+        ``ledger_path`` names a file in which every step is recorded before it is released.
+
+        >>> model = nn.Linear(2, 1)
+        >>> plan = Plan(dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-5)
+        >>> private = privatize(
+        ...     model, torch.optim.SGD(model.parameters(), lr=0.1), plan,
+        ...     loss_fn=lambda model, batch: (model(batch[0]).squeeze(1) - batch[1]).square(),
+        ... )
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 2), torch.randn(100))
+        >>> [private.step(batch).step for batch in private.loader(data)]
+        [0, 1, 2, 3, 4]
+        """
+        path = None if ledger_path is None else Path(ledger_path)
+        return PrivateTraining(model, optimizer, plan, loss_fn, filter, microbatch_size, seed, path)
+
+    def resume(
+        self,
+        path: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan | None = None,
+        *,
+        loss_fn: LossFunction,
+        filter: Filter = DiSK(),  # noqa: B008
+        microbatch_size: int | None = None,
+        seed: int | None = None,
+        ledger_path: str | Path | None = None,
+    ) -> PrivateTraining:
+        """Go on from a file that `PrivateTraining.save` wrote; ``plan``, if given, must be the one saved there."""
+        tree = load_tree(path)
+        if not isinstance(tree, dict) or not {"plan", "state"} <= tree.keys():
+            raise CheckpointError(f"{path}: not a checkpoint of a private training")
+        saved = Plan.from_json(tree["plan"])
+        if plan is not None and plan.fingerprint != saved.fingerprint:
+            raise CheckpointError(f"{path}: belongs to another plan; resume with the plan it was made with")
+        private = self(
+            model,
+            optimizer,
+            saved,
+            loss_fn=loss_fn,
+            filter=filter,
+            microbatch_size=microbatch_size,
+            seed=seed,
+            ledger_path=ledger_path,
+        )
+        private.load_state_dict(tree["state"])
+        return private
+
+
+privatize = _Privatize()
+
+
+class _Total:
+    """Running sum over the microbatches of one logical batch, with the diagnostics of its examples."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.sums = {
+            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
+            for name, p in parameters.items()
+        }
+        self._clipped: list[ClippedSum] = []
+
+    def add(self, weight: float, clipped: ClippedSum) -> None:
+        names = list(clipped.sums)
+        torch._foreach_add_([self.sums[n] for n in names], [clipped.sums[n] for n in names], alpha=weight)
+        self._clipped.append(ClippedSum({}, clipped.norms_B, clipped.clipped_B, clipped.losses_B))
+
+    def result(self, step: int, batch_size: int, clipper: Clipper) -> StepResult:
+        if not self._clipped:
+            return StepResult(step, math.nan, batch_size, 0.0, math.nan)
+        norms = torch.cat([c.norms_B for c in self._clipped])
+        clipped = torch.cat([c.clipped_B for c in self._clipped])
+        losses = torch.cat([c.losses_B for c in self._clipped]).float()
+        return StepResult(
+            step, losses.mean().item(), batch_size, clipped.float().mean().item(), norms.nanmedian().item()
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
+    """The optimizer must move the model's trainable parameters, all of them and no others."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    own = {id(p): name for name, p in parameters.items()}
+    missing = [name for key, name in own.items() if key not in held]
+    if missing:
+        raise GradientError(
+            f"{', '.join(missing[:4])}: trainable but not in the optimizer; make the optimizer after the model's last "
+            "change (a device move, an adapter), or freeze with requires_grad_(False)"
+        )
+    if held - own.keys():
+        raise GradientError(
+            f"the optimizer holds {len(held - own.keys())} trainable tensors that are not the model's parameters; make "
+            "it from model.parameters(), after the model's last change"
+        )
+
+
+def _check_evaluations(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer insists on a closure. One that calls it again would need noise for each evaluation."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is None or closure.default is not inspect.Parameter.empty:
+        return False
+    group = optimizer.param_groups[0]
+    if group.get("max_iter", 1) != 1 or group.get("line_search_fn") is not None:
+        raise GradientError(
+            f"{type(optimizer).__name__} would evaluate the loss several times a step, each at a privacy cost of its "
+            "own; use max_iter=1 and line_search_fn=None"
+        )
+    return True
+
+
+def _copied(tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return tree.detach().clone()
+    if isinstance(tree, dict):
+        return {key: _copied(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_copied(value) for value in tree)
+    return tree
