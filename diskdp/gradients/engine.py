@@ -93,7 +93,7 @@ class Engine:
         batch_size = len(losses_B)
         key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), self._modes())
         if key not in self._examined:
-            self._examined[key] = examine(self.model, self.loss_fn, batch, parameters, random)
+            self._examined[key] = examine(self.model, self.loss_fn, batch, parameters, values, random, trace.log)
             random.restore()
             return self._at(batch, parameters, values, random)
         structure = self._examined[key]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -60,20 +60,26 @@ def examine(
     loss_fn: Callable[[Any, Any], Tensor],
     batch: Any,
     parameters: Mapping[str, Tensor],
+    values: Mapping[str, Tensor],
     random: RandomState,
+    uses: Sequence[object],
 ) -> Structure:
-    """Establish the structure of one kind of batch, or say what is wrong with it.
+    """Establish the structure of one kind of batch near the point ``values``, or say what is wrong with it.
 
-    Leaves parameters, buffers and gradients as they were; the caller restores the random state.
+    ``uses`` is the log of the forward pass that is to be explained: weights whose perturbation takes another path
+    through the model are examined where they are. Leaves parameters, buffers and gradients as they were; the caller
+    restores the random state.
     """
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    values = {name: _perturbed(p, generator) for name, p in parameters.items()}
-    with _restored_buffers(model) as buffers:
-        run = _Run(model, loss_fn, parameters, values, random, buffers)
+    here = {name: values.get(name, p).detach() for name, p in parameters.items()}
+    near = {name: _perturbed(value, generator) for name, value in here.items()}
+    with _restored_buffers(model) as buffers, _grads_kept(parameters):
+        run = _Run(model, loss_fn, parameters, near, random, buffers)
+        if run.log(batch) != list(uses):
+            run = replace(run, values=here)
         losses_B = run.plain(batch).detach()
         batch = _finite_examples(batch, losses_B)
-        with _grads_kept(parameters):  # a use that the trace does not see would reach the parameter itself
-            probe = _probe(run, batch, generator)
+        probe = _probe(run, batch, generator)
         run.compare(batch, probe)
         _isolate(run, batch, len(losses_B), generator)
     return Structure(probe.layouts)
@@ -122,15 +128,26 @@ class _Run:
         with _exchanged(self.parameters, self.values), torch.enable_grad():
             return batches.checked_losses(self.loss_fn(self.model, batch))
 
+    def traced(self, batch: Any) -> tuple[Trace, Tensor]:
+        """The losses, and the trace that saw them computed."""
+        self.reset()
+        trace = Trace(self.parameters, self.values, batches.tensors(batch), default_rules())
+        return trace, trace.losses(self.loss_fn, self.model, batch)
+
+    def log(self, batch: Any) -> list[object]:
+        """Operations that use parameters, in order."""
+        return list(self.traced(batch)[0].log)
+
     def compare(self, batch: Any, probe: _Probe) -> None:
         """The terms' weighted sums against plain autograd."""
         self.reset()
         weights_B = probe.weights_B
         with _exchanged(self.parameters, self.values), torch.enable_grad():
             losses_B = batches.checked_losses(self.loss_fn(self.model, batch))
-            with _grads_kept(self.parameters):  # backward() rather than grad(): reentrant checkpointing refuses that
-                (losses_B * weights_B.to(losses_B)).sum().backward()
-                exact = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            for p in self.parameters.values():
+                p.grad = None
+            (losses_B * weights_B.to(losses_B)).sum().backward()  # reentrant checkpointing refuses grad()
+            exact = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
         tolerance = TOLERANCE[probe.precision]
         if not torch.allclose(losses_B, probe.losses_B, rtol=10 * tolerance, atol=tolerance):
             raise GradientError(
@@ -170,9 +187,7 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
     def record_scaled(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
         scaled[use.index] = grad
 
-    run.reset()
-    trace = Trace(run.parameters, run.values, batches.tensors(batch), default_rules())
-    losses_B = trace.losses(run.loss_fn, run.model, batch)
+    trace, losses_B = run.traced(batch)
     batch_size = len(losses_B)
     exponents_B = probe_exponents(batch_size, generator)
     trace.differentiate(losses_B, torch.ones_like(losses_B), record, keep_graph=True)
