@@ -133,13 +133,13 @@ class PrivateTraining:
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
-        total = _Total(self._parameters)
+        total = _Total()
         for microbatch in batch.microbatches():
             for weight, clipped in self._clipped(microbatch):
                 total.add(weight, clipped)
         self._ledger.record(self._step)  # before anything noised exists
         std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
-        noised = self._noise.add(total.sums, std, self._step)
+        noised = self._noise.add(total.sums(self._parameters), std, self._step, in_place=True)
         gradients = [noised[name] for name in self._parameters]
         torch._foreach_div_(gradients, float(self.plan.batch_size))
         self._update(self._filter_state.update(gradients))
@@ -321,16 +321,25 @@ privatize = _Privatize()
 class _Total:
     """Running sum over the microbatches of one logical batch, with the diagnostics of its examples."""
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.sums = {
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._clipped: list[ClippedSum] = []
+
+    def sums(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of all parameters; zeros if there was no example."""
+        return self._sums or {
             name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
             for name, p in parameters.items()
         }
-        self._clipped: list[ClippedSum] = []
 
     def add(self, weight: float, clipped: ClippedSum) -> None:
-        names = list(clipped.sums)
-        torch._foreach_add_([self.sums[n] for n in names], [clipped.sums[n] for n in names], alpha=weight)
+        values = list(clipped.sums.values())
+        if self._sums:
+            torch._foreach_add_([self._sums[name] for name in clipped.sums], values, alpha=weight)
+        else:
+            self._sums = dict(clipped.sums)
+            if weight != 1:
+                torch._foreach_mul_(values, weight)
         self._clipped.append(ClippedSum({}, clipped.norms_B, clipped.clipped_B, clipped.losses_B))
 
     def result(self, step: int, batch_size: int, clipper: Clipper) -> StepResult:

@@ -50,6 +50,7 @@ class Engine:
         self.model = model
         self.loss_fn = loss_fn
         self._examined: dict[object, Structure] = {}
+        self._modes: set[tuple[bool, ...]] = set()  # training flags of all modules that were seen and not refused
 
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by name, a tied one once."""
@@ -61,13 +62,16 @@ class Engine:
         parameters = self.parameters()
         if not parameters:
             raise GradientError("the model has no trainable parameter; set requires_grad_(True) on what should train")
-        refuse_modules(self.model)
+        modes = tuple(module.training for module in self.model.modules())
+        if modes not in self._modes:
+            refuse_modules(self.model)
+            self._modes.add(modes)
         random = RandomState.capture()
         found = []
         for number, (_, values) in enumerate(points):
             if number > 0:
                 random.restore()
-            found.append(self._at(batch, parameters, values or {}, random))
+            found.append(self._at(batch, parameters, values or {}, modes, random))
         terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
         zeros = {
             name: p.new_zeros((), dtype=torch.promote_types(p.dtype, torch.float32)).expand(p.shape)
@@ -76,7 +80,12 @@ class Engine:
         return Gradients(terms, zeros, found[0].losses_B, found[0].operations)
 
     def _at(
-        self, batch: Any, parameters: Mapping[str, Tensor], values: Mapping[str, Tensor], random: RandomState
+        self,
+        batch: Any,
+        parameters: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        modes: tuple[bool, ...],
+        random: RandomState,
     ) -> _AtPoint:
         collected: list[tuple[Key, Source, Term]] = []
         operations: dict[str, set[str]] = {}
@@ -91,18 +100,15 @@ class Engine:
         trace = Trace(parameters, values, batches.tensors(batch), default_rules())
         losses_B = trace.losses(self.loss_fn, self.model, batch)
         batch_size = len(losses_B)
-        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), self._modes())
+        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), modes)
         if key not in self._examined:
             self._examined[key] = examine(self.model, self.loss_fn, batch, parameters, values, random, trace.log)
             random.restore()
-            return self._at(batch, parameters, values, random)
+            return self._at(batch, parameters, values, modes, random)
         structure = self._examined[key]
         trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
         shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
         return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
-
-    def _modes(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self.model.modules())
 
 
 def _combined(

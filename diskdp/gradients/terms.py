@@ -96,8 +96,7 @@ class Outer:
     def squared_norm_with(self, other: Outer) -> Tensor:
         """<G_i, G'_i> for each example: Σ_{t,s} (left_t · left'_s)(right_t · right'_s)."""
         if not self.one_hot and not other.one_hot and self.left.shape[1] == other.left.shape[1] == 1:
-            lefts = torch.linalg.vecdot(self.left, other.left)
-            return (lefts * torch.linalg.vecdot(self.right, other.right)).squeeze(1)
+            return _dot(self.left, other.left) * _dot(self.right, other.right)
         rights = torch.bmm(self.right, other.right.transpose(1, 2))
         return rights.mul_(_left_gram(self, other)).sum((1, 2))
 
@@ -286,6 +285,13 @@ def _scaled(term: Term, a: float) -> Term:
     if isinstance(term, Conv):
         return replace(term, output=term.output * a)
     return replace(term, right=term.right * a)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Dot products of single rows, [B, 1, D] -> [B]."""
+    if a is b:
+        return torch.linalg.vector_norm(a, dim=(1, 2)).square_()
+    return torch.bmm(a, b.transpose(1, 2)).view(-1)
 
 
 def _left_gram(a: Outer, b: Outer) -> Tensor:

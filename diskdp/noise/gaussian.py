@@ -57,15 +57,17 @@ class GaussianNoise:
         self._secret = secret
         self._workspaces: dict[tuple[Kind, int], _Workspace] = {}
 
-    def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
-        """New tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
+    def add(self, sums: Mapping[str, Tensor], std: float, step: int, in_place: bool = False) -> dict[str, Tensor]:
+        """The tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
 
-        The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on other devices too.
+        New tensors, unless `in_place` gives up the sums: those that have the result's dtype and lie contiguous on the
+        CPU are then overwritten. The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on
+        other devices too.
         """
         if not 0 <= std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
         if std == 0:
-            return {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
+            return {name: t.detach().to(_result_dtype(t), copy=not in_place) for name, t in sums.items()}
         noised: dict[str, Tensor] = {}
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in sums.items():
@@ -74,7 +76,7 @@ class GaussianNoise:
                 base = tensor.detach().to(dtype).contiguous()
             else:
                 base = torch.zeros(tensor.shape, dtype=dtype)
-            noised[name] = torch.empty_like(base)
+            noised[name] = base if in_place else torch.empty_like(base)
             result = noised[name].numpy().reshape(-1)
             pieces[result.dtype] += _cut(name, base.numpy().reshape(-1), result)
         key = self._secret.derive("noise", step)
