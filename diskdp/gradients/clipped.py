@@ -16,7 +16,7 @@ from diskdp.gradients.planner import choose, squared_norms, weighted_sum
 from diskdp.gradients.terms import Term
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
-# is actually summed is no longer than C. Measured excess without it: see tests/test_clipped.py.
+# is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
 SLACK_UNITS = 16.0
 
 

