@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
 from diskdp.gradients.planner import choose, squared_norms, weighted_sum
+from diskdp.gradients.structure import Structure
 from diskdp.gradients.terms import Term
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
@@ -69,11 +70,14 @@ def clipped_gradient(
     return result.sums, result.norms_B
 
 
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, dict[object, Engine]] = weakref.WeakKeyDictionary()
+_Examined: TypeAlias = "weakref.WeakKeyDictionary[LossFunction, dict[object, Structure]]"
+_EXAMINED: weakref.WeakKeyDictionary[nn.Module, _Examined] = weakref.WeakKeyDictionary()
 
 
 def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
-    return Engine(model, loss_fn)
+    """An engine that knows what was examined before for this model and this very loss function."""
+    by_loss = _EXAMINED.setdefault(model, weakref.WeakKeyDictionary())
+    return Engine(model, loss_fn, by_loss.setdefault(loss_fn, {}))
 
 
 def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> ClippedSum:

@@ -46,10 +46,12 @@ class _AtPoint:
 class Engine:
     """Per-example gradients of one model under one loss function; remembers which structures it has examined."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, examined: dict[object, Structure] | None = None
+    ) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self._examined: dict[object, Structure] = {}
+        self._examined = {} if examined is None else examined
         self._modes: set[tuple[bool, ...]] = set()  # training flags of all modules that were seen and not refused
 
     def parameters(self) -> dict[str, Tensor]:

@@ -337,14 +337,14 @@ def flat_tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Ten
             yield from flat_tensors(value, {})
 
 
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same structure of arguments with ``change`` applied to every tensor."""
-    if isinstance(value, Tensor):
+def replaced(value: Any, change: Callable[[Any], Any], kind: type = Tensor) -> Any:
+    """The same structure of arguments with ``change`` applied to every tensor (or other ``kind`` of leaf)."""
+    if isinstance(value, kind):
         return change(value)
     if type(value) in (list, tuple):
-        return type(value)(replaced(item, change) for item in value)
-    if isinstance(value, Mapping) and not isinstance(value, Tensor):
-        return {key: replaced(item, change) for key, item in value.items()}
+        return type(value)(replaced(item, change, kind) for item in value)
+    if isinstance(value, Mapping):
+        return {key: replaced(item, change, kind) for key, item in value.items()}
     return value
 
 

@@ -7,6 +7,7 @@ vectorised call. Exact whatever the operation is; costs B times the operation's 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,44 +20,54 @@ from diskdp.gradients.trace import Call, Source, flat_tensors, replaced
 MAX_ELEMENTS = 2**25  # of masked gradients held at once
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor stood among the arguments: the number of a saved tensor, or of a source."""
+
+    source: bool
+    number: int
+
+
 def per_example_vjp(call: Call) -> Any:
-    """Run the operation, remember its arguments, differentiate it for each example in the backward pass."""
-    if call.in_place and call.source(call.args[0]) is not None:
-        raise call.refuse("writes data into a tensor computed from parameters; write the operation out of place")
+    """Run the operation, save its arguments, differentiate it for each example in the backward pass."""
+    if call.in_place:
+        raise call.refuse("works in place on data and a parameter and has no rule for it; write it out of place")
     sources = call.sources()
-    tensors = list(dict.fromkeys(t for t in flat_tensors(call.args, call.kwargs) if call.source(t) is None))
-    slots = {id(t): i for i, t in enumerate(tensors)}
+    tensors = [t for t in dict.fromkeys(flat_tensors(call.args, call.kwargs)) if call.source(t) is None]
     output = call.function(*replaced(call.args, call.value), **replaced(call.kwargs, call.value))
     if not isinstance(output, Tensor):
         raise call.refuse(
             "has several outputs and no rule, so its per-example gradients cannot be told apart; "
             "write the layer with operations that have one output"
         )
-    function, trace_sources = (
-        call.function,
-        {id(t): call.source(t) for t in flat_tensors(call.args, call.kwargs)},
-    )
-    args, kwargs = call.args, call.kwargs
+    saved_places = {id(t): _Place(False, i) for i, t in enumerate(tensors)}
+    source_places = {id(source): _Place(True, i) for i, source in enumerate(sources)}
+
+    def place(value: Tensor) -> _Place:
+        source = call.source(value)
+        return saved_places[id(value)] if source is None else source_places[id(source)]
+
+    function, args, kwargs = call.function, replaced(call.args, place), replaced(call.kwargs, place)
 
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
-        leaves = {id(s): s.value.detach().requires_grad_() for s in sources}
+        # 0 · NaN is NaN: what is not finite in one example must not reach the others through the masked rows
+        inputs = [t.nan_to_num(0.0, 0.0, 0.0) if t.is_floating_point() else t for t in saved]
+        leaves = [source.value.detach().to(grad.dtype).requires_grad_() for source in sources]
 
-        def again(value: Tensor) -> Tensor:
-            source = trace_sources[id(value)]
-            return saved[slots[id(value)]].detach() if source is None else leaves[id(source)]
+        def again(at: _Place) -> Tensor:
+            return leaves[at.number] if at.source else inputs[at.number]
 
         with torch.enable_grad():
-            output = function(*replaced(args, again), **replaced(kwargs, again))
-        wanted = list(leaves.values())
-        pieces: list[list[Tensor]] = [[] for _ in wanted]
+            output = function(*replaced(args, again, _Place), **replaced(kwargs, again, _Place))
+        pieces: list[tuple[Tensor, ...]] = []
         step = max(1, MAX_ELEMENTS // max(1, grad.numel()))
         for start in range(0, owner.batch, step):
             examples = torch.arange(start, min(start + step, owner.batch), device=grad.device)
-            found = torch.autograd.grad(
-                output, wanted, owner.masked(grad, examples), retain_graph=True, is_grads_batched=True
+            pieces.append(
+                torch.autograd.grad(
+                    output, leaves, owner.masked(grad, examples), retain_graph=True, is_grads_batched=True
+                )
             )
-            for piece, values in zip(pieces, found):
-                piece.append(values)
-        return [(source, Direct(torch.cat(piece))) for source, piece in zip(sources, pieces)]
+        return [(source, Direct(torch.cat(grads))) for source, grads in zip(sources, zip(*pieces))]
 
     return call.tap(output if output.grad_fn is None else output.clone(), sources, tensors, build)
