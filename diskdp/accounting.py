@@ -41,7 +41,7 @@ _ROUNDING = 1e-16  # error of delta for each step composed by Fourier transforms
 
 _SIGMA_TOLERANCE = 5e-4  # a calibrated sigma is at most this fraction above the smallest one
 _DELTA_MARGIN = 1e-4  # and aims this fraction below delta, since other machines round differently
-_STEERING_POINTS = 4096
+_STEERING_POINTS = 2**14  # the search is steered on a grid this coarse; the last word is that of _GRID
 _MAX_EXACT_EVALUATIONS = 30
 
 
@@ -134,9 +134,7 @@ def calibrate(epsilon: float, sample_rate: float, steps: int, delta: float, acco
             return goal - _deviate(_library_rdp_log_delta(sigma, sample_rate, steps, epsilon))
         return goal - _deviate(_log_delta(sigma, sample_rate, steps, epsilon, accountant))
 
-    # Coarse, to be quick; but rounding must not drown the loss of a step, about mu / sqrt(T) in deviation.
-    width = _loss_range(start, sample_rate)
-    grid = max(width / (4 * _STEERING_POINTS), min(width / _STEERING_POINTS, mu / math.sqrt(steps) / 2))
+    grid = _loss_range(start, sample_rate) / _STEERING_POINTS
 
     @cache
     def rough(sigma: float) -> float:

@@ -189,3 +189,33 @@ def test_parameters_that_the_loss_hardly_feels_are_not_refused() -> None:
     )
     assert all(torch.allclose(g, torch.full_like(g, float(B))) for g in grads.values())
     assert torch.allclose(norms, torch.full((B,), (D * K + K) ** 0.5, dtype=norms.dtype))
+
+
+def test_a_non_finite_example_does_not_reach_others_through_the_fallback() -> None:
+    torch.manual_seed(2)
+    model = nn.Bilinear(D, D, K)
+    x = torch.randn(B, D)
+    x[1] = float("nan")
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(b[0], b[0].tanh()).square().mean(1)
+
+    grads, norms = clipped_gradient(model, (x,), loss)
+    rest, rest_norms = clipped_gradient(model, (x[[0, 2, 3, 4, 5]],), loss)
+    assert torch.allclose(norms[[0, 2, 3, 4, 5]], rest_norms)
+    assert all(torch.allclose(grads[name], rest[name], atol=1e-6) for name in rest)
+
+
+def test_clipped_gradient_examines_a_model_and_loss_once() -> None:
+    calls = 0
+
+    def counted(m: Any, b: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return classify(m, b)
+
+    model = nn.Linear(D, K)
+    clipped_gradient(model, vectors(), counted)
+    first = calls
+    clipped_gradient(model, vectors(), counted)
+    assert calls == first + 1

@@ -1,0 +1,258 @@
+"""Plans: what they resolve, what they refuse, and that a written one reads back unchanged or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diskdp import accounting
+from diskdp.errors import NotPrivateWarning, PlanError, WeakDeltaWarning
+from diskdp.plan import Plan, epsilon_by_epoch
+
+NAMED: dict[str, Any] = {"dataset_size": 10_000, "batch_size": 500, "epochs": 5, "epsilon": 2.0, "delta": 1e-5}
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    return {name: value for name, value in {**NAMED, **changes}.items() if value is not None}
+
+
+def test_all_four_numbers_are_resolved() -> None:
+    plan = Plan(**NAMED)
+    assert (plan.steps, plan.epochs, plan.epsilon, plan.sample_rate) == (100, 5.0, 2.0, 0.05)
+    assert plan.noise_multiplier == accounting.calibrate(2.0, 0.05, 100, 1e-5)
+    assert 1.99 < plan.epsilon_after(100) <= 2.0
+    assert plan.is_private
+
+    by_noise = Plan(**changed(epsilon=None, noise_multiplier=1.5, epochs=None, steps=100))
+    assert by_noise.epochs == 5.0
+    assert by_noise.epsilon == by_noise.epsilon_after(100) == accounting.epsilon(1.5, 0.05, 100, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dataset_size", "batch_size", "epochs", "steps"),
+    [
+        (1000, 100, 1.1, 11),  # 1.1 * 1000 / 100 is 11.000000000000002
+        (1000, 100, 0.3, 3),
+        (1000, 300, 1, 4),
+        (32_561, 512, 10, 636),
+        (1000, 1000, 7, 7),
+        (1000, 500, 0.01, 1),
+        (3, 1, 1 / 3, 1),
+    ],
+)
+def test_steps_are_the_epochs_rounded_up(dataset_size: int, batch_size: int, epochs: float, steps: int) -> None:
+    plan = Plan(dataset_size=dataset_size, batch_size=batch_size, epochs=epochs, noise_multiplier=2.0, delta=1e-6)
+    assert plan.steps == steps
+    assert plan.epochs == epochs
+
+
+def test_steps_survive_epochs_and_back() -> None:
+    for steps in range(1, 400, 7):
+        plan = Plan(dataset_size=32_561, batch_size=512, steps=steps, noise_multiplier=50.0, delta=1e-6)
+        again = Plan(dataset_size=32_561, batch_size=512, epochs=plan.epochs, noise_multiplier=50.0, delta=1e-6)
+        assert again.steps == steps
+
+
+def test_full_batch() -> None:
+    plan = Plan(dataset_size=50, batch_size=50, steps=4, noise_multiplier=4.0, delta=1e-3)
+    assert plan.sample_rate == 1.0
+    assert plan.epsilon == accounting.epsilon(2.0, 1.0, 1, 1e-3)  # four releases are one of half the noise
+
+
+def test_epsilon_after() -> None:
+    plan = Plan(**NAMED)
+    assert plan.epsilon_after(0) == 0
+    assert plan.epsilon_after(1) < plan.epsilon_after(np.int64(50)) < plan.epsilon_after(150)
+    for wrong in (-1, 1.5, True, "3"):
+        with pytest.raises(PlanError, match="steps must be a whole number, zero or more"):
+            plan.epsilon_after(wrong)
+
+
+def test_rdp_is_selectable_and_looser() -> None:
+    assert Plan(**changed(accountant="rdp")).noise_multiplier > Plan(**NAMED).noise_multiplier * 1.01
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"accountant": "rdp", "clipping": "per-layer", "unit": "patient é", "max_grad_norm": 0.1},
+        {"epsilon": None, "noise_multiplier": 1 / 3, "epochs": None, "steps": 7},
+        {"epochs": 0.7, "batch_size": 10_000},
+        {"epsilon": math.inf, "max_grad_norm": math.inf},
+    ],
+)
+@pytest.mark.filterwarnings("ignore::diskdp.errors.NotPrivateWarning")
+def test_json_round_trip_without_calibrating_again(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(**changed(**changes))
+    text = plan.to_json()
+
+    def refuse(*_: object) -> float:
+        raise AssertionError("calibrated again")
+
+    monkeypatch.setattr(accounting, "calibrate", refuse)
+    again = Plan.from_json(text)
+    assert again == plan
+    assert again.noise_multiplier.hex() == plan.noise_multiplier.hex()
+    assert again.to_json() == text
+    assert again.fingerprint == plan.fingerprint
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": 0.7}, "claims epsilon=2 but noise_multiplier=0.7 spends"),
+        ({"epsilon": 1.9}, "claims epsilon=1.9 but"),
+        ({"steps": 101}, "5 epochs are not 101 steps"),
+        ({"epochs": 6}, "6 epochs are not 100 steps"),
+        ({"epochs": "inf"}, "inf epochs are not 100 steps"),
+        ({"batch_size": 20_000}, "larger than dataset_size"),
+        ({"batch_size": 500.0}, "batch_size must be a whole number"),
+        ({"delta": 2}, "delta must be"),
+        ({"delta": "1e-5"}, "delta must be a number"),
+        ({"epsilon": None}, "epsilon must be a number"),
+        ({"sampling": "fixed-size"}, "not built yet"),
+        ({"clipping": ["flat"]}, "clipping=\\['flat'\\] is unknown"),
+        ({"format": "diskdp-plan/2"}, "of format 'diskdp-plan/2'; this version reads 'diskdp-plan/1'"),
+        ({"secret": 1}, "missing or unknown entries: secret"),
+    ],
+)
+def test_tampered_plans_are_refused(changes: dict[str, Any], message: str) -> None:
+    values = {**json.loads(Plan(**NAMED).to_json()), **changes}
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not a plan"), ("[]", "object was expected"), ("{}", "of format None")]
+)
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(text)
+
+
+def test_missing_entry_is_refused() -> None:
+    values = json.loads(Plan(**NAMED).to_json())
+    del values["unit"]
+    with pytest.raises(PlanError, match="missing or unknown entries: unit"):
+        Plan.from_json(json.dumps(values))
+
+
+def test_fingerprint_identifies_the_plan() -> None:
+    plan = Plan(**NAMED)
+    assert plan.fingerprint == Plan(**NAMED).fingerprint
+    others = [{"epochs": 6}, {"unit": "patient"}, {"clipping": "automatic"}, {"max_grad_norm": 2.0}, {"delta": 2e-5}]
+    prints = {plan.fingerprint, *(Plan(**changed(**other)).fingerprint for other in others)}
+    assert len(prints) == 1 + len(others)
+    assert all(len(each) == 64 and int(each, 16) for each in prints)
+
+
+def test_a_plan_is_a_value() -> None:
+    plan = Plan(**NAMED)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.epsilon = 3.0  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    assert hash(plan) == hash(Plan(**NAMED))
+    assert "noise_multiplier=" in repr(plan)
+    with pytest.raises(TypeError):
+        Plan(10_000, 500)  # type: ignore[misc]
+    numpy_plan = Plan(**changed(dataset_size=np.int64(10_000), batch_size=np.int32(500), epsilon=np.float64(2)))
+    assert numpy_plan == plan
+    assert numpy_plan.to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": 0}, "epsilon must be positive"),
+        ({"epsilon": -1.0}, "epsilon must be positive"),
+        ({"epsilon": math.nan}, "epsilon must be a number"),
+        ({"epsilon": "8"}, "epsilon must be a number"),
+        ({"delta": 0.0}, "delta must be strictly between 0 and 1"),
+        ({"delta": 1.0}, "delta must be strictly between 0 and 1"),
+        ({"delta": math.nan}, "delta must be a number"),
+        ({"batch_size": 10_001}, "batch_size=10001 is larger than dataset_size=10000"),
+        ({"batch_size": 0}, "batch_size must be positive"),
+        ({"batch_size": 1.5}, "batch_size must be a whole number"),
+        ({"dataset_size": 10_000.5}, "dataset_size must be a whole number"),
+        ({"dataset_size": True}, "dataset_size must be a whole number"),
+        ({"dataset_size": -5}, "dataset_size must be positive"),
+        ({"epochs": None, "steps": 0}, "steps must be positive"),
+        ({"epochs": None, "steps": -3}, "steps must be positive"),
+        ({"epochs": None, "steps": 2.5}, "steps must be a whole number"),
+        ({"epochs": 0}, "epochs must be positive and finite"),
+        ({"epochs": math.inf}, "epochs must be positive and finite"),
+        ({"steps": 10}, "exactly one of epochs and steps"),
+        ({"epochs": None}, "exactly one of epochs and steps"),
+        ({"noise_multiplier": 1.0}, "exactly one of epsilon and noise_multiplier"),
+        ({"epsilon": None}, "exactly one of epsilon and noise_multiplier"),
+        ({"epsilon": None, "noise_multiplier": -1.0}, "noise_multiplier must be finite and not negative"),
+        ({"epsilon": None, "noise_multiplier": math.inf}, "noise_multiplier must be finite and not negative"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must be positive"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm must be a number"),
+        ({"max_grad_norm": math.inf}, "max_grad_norm=inf .* needs noise_multiplier=0"),
+        ({"unit": " "}, "unit is empty"),
+        ({"clipping": "adaptive"}, "clipping='adaptive' is not built yet"),
+        ({"clipping": "soft"}, "clipping='soft' is unknown"),
+        ({"sampling": "fixed-size"}, "sampling='fixed-size' is not built yet"),
+        ({"adjacency": "replace-one"}, "adjacency='replace-one' is not built yet"),
+        ({"adjacency": "zero-out"}, "adjacency='zero-out' is not built yet"),
+        ({"noise": "discrete"}, "noise='discrete' is not built yet"),
+        ({"accountant": "moments"}, "accountant='moments' is unknown"),
+    ],
+)
+def test_bad_input_gets_one_clear_line(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message) as caught:
+        Plan(**changed(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_privacy_is_turned_off_only_by_name_and_loudly() -> None:
+    with pytest.warns(NotPrivateWarning, match="nothing is private") as caught:
+        plan = Plan(**changed(epsilon=math.inf, max_grad_norm=math.inf))
+    assert caught[0].filename == __file__
+    assert (plan.noise_multiplier, plan.epsilon, plan.is_private) == (0.0, math.inf, False)
+    assert plan.epsilon_after(0) == 0
+    assert plan.epsilon_after(1) == math.inf
+    with pytest.warns(NotPrivateWarning):
+        plan = Plan(**changed(epsilon=None, noise_multiplier=0))
+    assert (plan.epsilon, plan.is_private) == (math.inf, False)
+    assert [row.epsilon for row in epsilon_by_epoch(plan)] == [math.inf] * 5
+    with pytest.raises(PlanError, match="max_grad_norm=inf"):
+        Plan(**changed(epsilon=math.inf, max_grad_norm=math.inf, clipping="normalized"))
+
+
+def test_weak_delta_warns_and_a_good_plan_is_silent() -> None:
+    with pytest.warns(WeakDeltaWarning, match="delta=0.0001 is not below 1/dataset_size=0.0001"):
+        Plan(**changed(delta=1e-4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Plan(**NAMED)
+
+
+def test_epsilon_by_epoch() -> None:
+    plan = Plan(**changed(epochs=2.5))
+    rows = epsilon_by_epoch(plan)
+    assert [(row.epochs, row.steps) for row in rows] == [(1.0, 20), (2.0, 40), (2.5, 50)]
+    assert [row.epsilon for row in rows] == [plan.epsilon_after(row.steps) for row in rows]
+
+
+@pytest.mark.parametrize("epochs", [0.2, 1, 49, 50, 51, 99, 101, 1000])
+def test_epsilon_by_epoch_is_short_and_ends_at_the_end(epochs: float) -> None:
+    plan = Plan(dataset_size=1000, batch_size=300, epochs=epochs, noise_multiplier=9.0, delta=1e-4, accountant="rdp")
+    rows = epsilon_by_epoch(plan)
+    assert len(rows) <= 50
+    assert (rows[-1].epochs, rows[-1].steps, rows[-1].epsilon) == (plan.epochs, plan.steps, plan.epsilon)
+    steps = [row.steps for row in rows]
+    assert steps == sorted(set(steps))
+    assert all(row.epsilon <= after.epsilon for row, after in itertools.pairwise(rows))
+    assert len(epsilon_by_epoch(plan, max_rows=3)) <= 3
