@@ -1,0 +1,127 @@
+"""The folder that one run writes: what may be released in one half, what may not in the other.
+
+Assumes one process a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import nn
+
+from diskdp.errors import CheckpointError, ConfigError
+from diskdp.report.card import PrivacyCard
+
+_README = (
+    "`release/` (weights, privacy card) may be released under the guarantee on its card; `private/` "
+    "(configuration, metrics, checkpoint, ledger) may not: it holds un-noised figures of the training data.\n"
+)
+_NOTICE = "un-noised figures of the training data: for the data holder alone, not covered by the guarantee"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run, and how each file is written.
+
+    >>> RunFolder(Path("runs/first")).weights.as_posix()
+    'runs/first/release/weights.safetensors'
+    """
+
+    root: Path
+
+    @property
+    def release(self) -> Path:
+        return self.root / "release"
+
+    @property
+    def private(self) -> Path:
+        return self.root / "private"
+
+    @property
+    def weights(self) -> Path:
+        return self.release / "weights.safetensors"
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.private / "checkpoint.safetensors"
+
+    @property
+    def ledger(self) -> Path:
+        return self.private / "ledger.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.private / "metrics.jsonl"
+
+    @property
+    def config(self) -> Path:
+        return self.private / "config.json"
+
+    def refuse_existing(self) -> None:
+        """A run never writes into a folder that is there already."""
+        if self.root.exists() or self.root.is_symlink():
+            raise ConfigError(f"{self.root}: exists already, left as it is; choose another --out, or --resume that run")
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Make the folder with the resolved configuration in it."""
+        self.root.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir()
+        except FileExistsError:
+            self.refuse_existing()
+            raise
+        self.private.mkdir()
+        (self.root / "README.md").write_text(_README, encoding="utf-8")
+        self.config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        self.append({"notice": _NOTICE})
+
+    def require(self, config: Mapping[str, Any]) -> None:
+        """For going on with a run: it must be there, and the same but for the settings of speed."""
+        if not self.checkpoint.is_file():
+            raise CheckpointError(f"{self.root}: no run to resume; leave out --resume")
+        try:
+            before = json.loads(self.config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{self.config}: damaged ({error}); restore it from a copy") from None
+        for section in ("plan", "filter", "optimizer", "model", "data"):
+            then, now = before.get(section), json.loads(json.dumps(config[section]))
+            if then != now:
+                raise CheckpointError(
+                    f"{self.root}: was run with another {section} ({_difference(then, now)}); resume with "
+                    "the same, or start a new run with another --out"
+                )
+        if before.get("run", {}).get("seed") != config["run"]["seed"]:
+            raise CheckpointError(f"{self.root}: was run with another seed; resume with the same, or start a new run")
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One line of metrics; what is not finite becomes null."""
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values, ensure_ascii=False) + "\n")
+
+    def publish(self, model: nn.Module, card: PrivacyCard) -> None:
+        """Write the half that may be released: weights and card."""
+        self.release.mkdir(exist_ok=True)
+        weights = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+        partial = self.weights.with_suffix(".partial")
+        save_file(weights, partial, metadata={"format": "pt"})
+        os.replace(partial, self.weights)
+        (self.release / "card.json").write_text(card.to_json() + "\n", encoding="utf-8")
+        (self.release / "card.md").write_text(card.to_markdown(), encoding="utf-8")
+
+
+def _difference(then: object, now: object) -> str:
+    if isinstance(then, dict) and isinstance(now, dict):
+        changed = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
+        return ", ".join(f"{key}: then {then.get(key)!r}, now {now.get(key)!r}" for key in changed)
+    return f"then {then!r}, now {now!r}"

@@ -1,0 +1,207 @@
+"""The privacy card of a run: what is promised, to whom, by which mechanism, and what the promise leaves out.
+
+Holds nothing that was measured on data without noise, so it can be released with the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from diskdp.private import PrivateTraining
+
+_ADJACENCY = {
+    "add-remove": "data sets that differ by one {unit}, added or removed",
+}
+_SAMPLING = {
+    "poisson": "Poisson: each {unit} joins each batch independently with probability q = B/N",
+}
+_CLIPPING = {
+    "flat": "flat: each {unit}'s gradient is shortened to norm C if it is longer",
+    "automatic": "automatic: each {unit}'s gradient is scaled by C / (norm + 0.01)",
+    "normalized": "normalised: each {unit}'s gradient is scaled by min(1/C, 1/norm)",
+    "per-layer": "per layer: each of L layers' gradients is shortened to norm C/√L",
+}
+_ACCOUNTANTS = {
+    "pld": "privacy loss distributions (exact Gaussian at q = 1)",
+    "rdp": "Rényi differential privacy",
+}
+NOT_ACCOUNTED = (
+    "hyper-parameter search: every other run on the same data, and the choice among them",
+    "local diagnostics: losses, clipped fractions, gradient norms and batch sizes carry no noise",
+    "choices made by looking at the data: the model, the schema, the cleaning of the table",
+    "test data: a score on held-out rows says something about those rows",
+    "timing, memory and other side channels of the machine that trained",
+)
+
+
+@dataclass(frozen=True)
+class PrivacyCard:
+    """What a reader of released weights needs to know. ``epsilon`` is what was spent, with repeated steps.
+
+    ``sensitivity`` is S, the most that one record can contribute to a step's sum; the noise on that sum has
+    standard deviation σS, and the sum is divided by B.
+    """
+
+    private: bool
+    epsilon: float
+    epsilon_planned: float
+    delta: float
+    unit: str
+    adjacency: str
+    sampling: str
+    dataset_size: int
+    batch_size: int
+    sample_rate: float
+    noise: str
+    noise_multiplier: float
+    noise_source: str
+    clipping: str
+    max_grad_norm: float
+    sensitivity: float
+    filter: str
+    filter_factor: float
+    steps_planned: int
+    steps_charged: int
+    accountant: str
+    accountant_version: str
+    public: tuple[str, ...]
+    not_accounted: tuple[str, ...]
+    warnings: tuple[str, ...]
+    software: Mapping[str, str]
+
+    def to_json(self) -> str:
+        """The card as JSON; what is infinite is the text "inf"."""
+        values = {
+            name: "inf" if isinstance(value, float) and math.isinf(value) else value
+            for name, value in asdict(self).items()
+        }
+        return json.dumps({"format": "diskdp-card/1", **values}, indent=2, ensure_ascii=False, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """The card as a page for people."""
+        return _markdown(self)
+
+
+def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard:
+    """The card of a training as it stands; ``public`` says what else was taken as public, a line each.
+
+    >>> import torch
+    >>> from diskdp import Plan, privatize
+    >>> model = torch.nn.Linear(2, 1)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> plan = Plan(
+    ...     dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-3, unit="patient"
+    ... )
+    >>> private = privatize(model, sgd, plan, loss_fn=lambda model, batch: model(batch)[:, 0])
+    >>> card = card_of(private)
+    >>> card.private, card.epsilon, card.steps_planned, card.adjacency
+    (True, 0.0, 5, 'add-remove: data sets that differ by one patient, added or removed')
+    """
+    plan = private.plan
+    warnings = []
+    if not plan.is_private:
+        warnings.append("NOT PRIVATE: epsilon is infinite, the plan adds no noise that protects anybody")
+    if private.reproducible:
+        warnings.append("NOT PRIVATE: a seed was given, and whoever knows it can subtract the noise")
+    if plan.is_private and plan.delta >= 1 / plan.dataset_size:
+        warnings.append(f"delta is not below 1/N = {1 / plan.dataset_size:.3g}: publishing one record would satisfy it")
+    factor = sum(abs(a) for a in private.filter.coefficients) if private.filter.clip == "separate" else 1.0
+    return PrivacyCard(
+        private=plan.is_private and not private.reproducible,
+        epsilon=private.epsilon,
+        epsilon_planned=plan.epsilon,
+        delta=plan.delta,
+        unit=plan.unit,
+        adjacency=f"{plan.adjacency}: {_ADJACENCY[plan.adjacency].format(unit=plan.unit)}",
+        sampling=_SAMPLING[plan.sampling].format(unit=plan.unit),
+        dataset_size=plan.dataset_size,
+        batch_size=plan.batch_size,
+        sample_rate=plan.sample_rate,
+        noise=plan.noise,
+        noise_multiplier=plan.noise_multiplier,
+        noise_source="a seed (reproducible)" if private.reproducible else "a secret of the operating system, not kept",
+        clipping=_CLIPPING[plan.clipping].format(unit=plan.unit),
+        max_grad_norm=plan.max_grad_norm,
+        sensitivity=private.sensitivity,
+        filter=repr(private.filter),
+        filter_factor=factor,
+        steps_planned=plan.steps,
+        steps_charged=int(private.state_dict()["spent"]),
+        accountant=_ACCOUNTANTS[plan.accountant],
+        accountant_version=f"dp-accounting {metadata.version('dp-accounting')}",
+        public=(
+            f"N = {plan.dataset_size}, the number of records: it fixes q; checked against the data at set-up",
+            *public,
+        ),
+        not_accounted=NOT_ACCOUNTED,
+        warnings=tuple(warnings),
+        software={
+            "python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("diskdp", "torch", "numpy", "dp-accounting")},
+        },
+    )
+
+
+def _markdown(card: PrivacyCard) -> str:
+    promise = (
+        f"**({_number(card.epsilon)}, {card.delta:.3g})-differential privacy** for each {card.unit}, "
+        f"under {card.adjacency.partition(': ')[0]} adjacency."
+        if card.private
+        else "**This run is NOT private.**"
+    )
+    facts = (
+        ("unit of privacy", f"one {card.unit}"),
+        ("adjacency", card.adjacency),
+        ("ε spent", f"{_number(card.epsilon)} (planned: {_number(card.epsilon_planned)})"),
+        ("δ", f"{card.delta:.6g}"),
+        ("accountant", f"{card.accountant}, {card.accountant_version}"),
+        ("sampling", card.sampling),
+        ("N, data set size", str(card.dataset_size)),
+        ("B, expected batch size", str(card.batch_size)),
+        ("q = B/N", f"{card.sample_rate:.6g}"),
+        ("steps", f"{card.steps_charged} charged, {card.steps_planned} planned"),
+        ("noise", f"{card.noise}, standard deviation σS on the sum; from {card.noise_source}"),
+        ("σ, noise multiplier", f"{card.noise_multiplier:.6g}"),
+        ("clipping", card.clipping),
+        ("C, clipping norm", _number(card.max_grad_norm)),
+        (
+            "S, sensitivity",
+            f"{_number(card.sensitivity)} (the filter's clip mode multiplies it by {card.filter_factor:g})",
+        ),
+        ("filter", f"{card.filter}: works on noised gradients, at no privacy cost"),
+    )
+    software = ", ".join(f"{name} {version}" for name, version in card.software.items())
+    lines = [
+        "# Privacy card",
+        "",
+        *(f"> **Warning.** {warning}\n" for warning in card.warnings),
+        promise,
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(value)} |" for name, value in facts),
+        "",
+        "## Taken as public knowledge",
+        "",
+        *(f"- {line}" for line in card.public),
+        "",
+        "## Not accounted",
+        "",
+        *(f"- {line}" for line in card.not_accounted),
+        "",
+        f"Made with {software}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float) -> str:
+    return "∞" if math.isinf(value) else f"{value:.6g}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
