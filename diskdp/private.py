@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,11 +78,17 @@ class PrivateTraining:
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
         self._loader_id: str | None = None
+        self._process = os.getpid()
 
     @property
     def steps_done(self) -> int:
         """Steps of the plan that this training has taken."""
         return self._step
+
+    @property
+    def steps_charged(self) -> int:
+        """Noised sums that were, or may have been, seen: repeated steps included."""
+        return self._ledger.spent
 
     @property
     def epsilon(self) -> float:
@@ -120,8 +127,9 @@ class PrivateTraining:
             num_workers=num_workers,
         )
         random = RandomState.capture()
-        some = range(min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES))
-        self.check((collate_fn or default_collate)([dataset[i] for i in some]))
+        count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
+        for size in dict.fromkeys((count, 1)):  # a batch of one is a structure of its own
+            self.check((collate_fn or default_collate)([dataset[i] for i in range(size)]))
         random.restore()
         self._loader_id = loader.loader_id
         return loader
@@ -137,12 +145,16 @@ class PrivateTraining:
         for microbatch in batch.microbatches():
             for weight, clipped in self._clipped(microbatch):
                 total.add(weight, clipped)
-        self._ledger.record(self._step)  # before anything noised exists
-        std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
-        noised = self._noise.add(total.sums(self._parameters), std, self._step, in_place=True)
-        gradients = [noised[name] for name in self._parameters]
-        torch._foreach_div_(gradients, float(self.plan.batch_size))
-        self._update(self._filter_state.update(gradients))
+        try:
+            self._ledger.record(self._step)  # before anything noised exists
+            std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
+            noised = self._noise.add(total.sums(self._parameters), std, self._step, in_place=True)
+            gradients = [noised[name] for name in self._parameters]
+            torch._foreach_div_(gradients, float(self.plan.batch_size))
+            self._update(gradients, self._filter_state.update(gradients))
+        except BaseException:
+            self._renew_secret()  # this step's sample and noise may have been seen: never use them again
+            raise
         self._step += 1
         return total.result(self._step - 1, batch.size, self.clipper)
 
@@ -183,16 +195,36 @@ class PrivateTraining:
         self._lookahead = None if lookahead is None else {name: t.clone() for name, t in lookahead.items()}
         self._step = int(state["step"])
         self._ledger.at_least(int(state["spent"]))
-        self._loader_id = None
-        if not self._secret.reproducible:
-            self._secret = Secret.from_os()
-            self._noise = GaussianNoise(self._secret)
+        self._renew_secret()
 
     def save(self, path: str | Path) -> None:
         """Write state and plan to one file (safetensors); the previous file stays whole until it is replaced."""
         save_tree(path, {"plan": self.plan.to_json(), "state": self.state_dict()})
 
+    def __deepcopy__(self, memo: Any = None) -> PrivateTraining:
+        raise SamplingError(
+            "a copy of a private training would add the same noise to other sums, whose difference has none; "
+            "make a new one with privatize and load state_dict() into it"
+        )
+
+    __copy__ = __reduce__ = __deepcopy__  # type: ignore[assignment]
+
+    def _renew_secret(self) -> None:
+        """Sampling and noise go on from a new secret (a seeded run has none to protect); loaders must be made anew."""
+        self._loader_id = None
+        if not self._secret.reproducible:
+            self._secret = Secret.from_os()
+            self._noise = GaussianNoise(self._secret)
+            self._process = os.getpid()
+
     def _accept(self, batch: LogicalBatch) -> None:
+        if os.getpid() != self._process:
+            self._renew_secret()  # after a fork two processes would share it
+        if self._engine.parameters().keys() != self._parameters.keys():
+            raise GradientError(
+                "the set of trainable parameters has changed since privatize(); freeze or unfreeze before, or make a "
+                "new private training"
+            )
         if not isinstance(batch, LogicalBatch) or batch.loader_id != self._loader_id:
             raise SamplingError(
                 f"step() was given {type(batch).__name__ if not isinstance(batch, LogicalBatch) else 'a batch'} that "
@@ -226,8 +258,9 @@ class PrivateTraining:
             results.append((weight, clipped_sum(self._engine, microbatch, [(1.0, values)], self.clipper)))
         return results
 
-    def _update(self, filtered: list[Tensor]) -> None:
+    def _update(self, gradients: list[Tensor], filtered: list[Tensor]) -> None:
         """Hand the filtered gradients to the optimizer and look ahead along the step it took."""
+        kept = filtered is not gradients  # the filter's own tensors: an optimizer may write into its gradients
         weights = [p.detach() for p in self._parameters.values()]
         gamma = self.filter.lookahead
         if gamma is not None:  # the look-ahead point has served: its memory holds x_t during the update
@@ -236,7 +269,7 @@ class PrivateTraining:
             else:
                 torch._foreach_copy_(list(self._lookahead.values()), weights)
         for parameter, gradient in zip(self._parameters.values(), filtered):
-            parameter.grad = gradient.to(parameter.dtype)
+            parameter.grad = gradient.to(parameter.dtype, copy=kept)
         if self._needs_closure:
             self.optimizer.step(lambda: 0.0)
         else:

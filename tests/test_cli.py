@@ -413,7 +413,7 @@ def test_unwritable_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_interrupt_then_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 18 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
     assert train(folder) == 130
     assert "--resume goes on with it" in capsys.readouterr().err
     ledger = folder / "out/private/ledger.jsonl"
@@ -432,7 +432,7 @@ def test_interrupt_then_resume(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
     """With a seed; momentum, schedule, filter and look-ahead all have to come back."""
     edit(folder, "lr = 0.5", "lr = 0.5\noptions = { momentum = 0.9 }")
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 18 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
     assert train(folder, "--seed", "5") == 130
     model = (folder / "cli_test_models.py").read_text()
     (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
@@ -445,7 +445,7 @@ def test_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
 
 def test_lost_steps_stay_charged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps after the last checkpoint are repeated at a cost of their own, and the plan is never passed."""
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 18 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
     assert train(folder, "--out", str(folder / "early")) == 130
     private = folder / "early" / "private"
     done = len((private / "ledger.jsonl").read_text().splitlines())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from diskdp import clipped_gradient, explain
 from diskdp.clipping import Clipper
 from diskdp.gradients import Engine, batches, clipped_sum, planner
-from diskdp.gradients.ownership import Layout, Owner, candidates, find_layout, probe_exponents
+from diskdp.gradients.ownership import Layout, Owner, candidates, explanations, probe_exponents
 from diskdp.gradients.terms import Conv, ConvShape, Direct, Outer, Term, combine
 from tests import oracle
 from tests.models import CASES, classify
@@ -42,8 +42,7 @@ def test_ownership_is_found_from_values(
     owners = row % batch if innermost else row // copies
     exponents = probe_exponents(batch, generator)
     scaled = values * (2.0 ** exponents[owners]).view([-1 if i == axis else 1 for i in range(len(shape))])
-    layout = find_layout(values, scaled, exponents)
-    assert layout is not None
+    layout, *_ = explanations(values, scaled, exponents)
     numbers = torch.arange(batch * copies).view([-1 if i == axis else 1 for i in range(len(shape))]).expand(shape)
     found = Owner(layout, batch).by_example(numbers).flatten(1).sort(1).values
     assert torch.equal(found, Owner(Layout(axis, innermost), batch).by_example(numbers).flatten(1).sort(1).values)
@@ -54,7 +53,7 @@ def test_mixed_rows_have_no_owner() -> None:
     exponents = probe_exponents(4, generator)
     parts = torch.rand(4, 6, 3, generator=generator)  # every row is a sum over four examples
     scaled = (parts * (2.0**exponents).view(4, 1, 1)).sum(0)
-    assert find_layout(parts.sum(0), scaled, exponents) is None
+    assert explanations(parts.sum(0), scaled, exponents) == []
     assert next(candidates(torch.Size([4, 8]), 4)) == Layout(0)
 
 
@@ -77,10 +76,10 @@ def test_methods_for_matrices_agree(batch: int, parts: list[tuple[int, bool]], r
     terms: list[Term] = [(row_numbers if hot else outer)(batch, length, rows, width) for length, hot in parts]
     exact = torch.stack([t.per_example() for t in terms]).sum(0)
     for method in planner._methods(terms):
-        norms, kept = planner.squared_norms(terms, method)
-        assert torch.allclose(norms, exact.square().sum((1, 2)))
+        norms = planner.squared_norms(terms, method)
+        assert torch.allclose(norms.squares_B, exact.square().sum((1, 2)))
         weights = torch.rand(batch).double()
-        total = planner.weighted_sum(terms, weights, kept)
+        total = planner.weighted_sum(terms, weights, norms.kept)
         assert torch.allclose(total, (exact * weights[:, None, None]).sum(0))
 
 
@@ -113,19 +112,19 @@ def test_methods_for_convolutions_agree(
             own = slice(i * copies, (i + 1) * copies)
             exact[i] += torch.autograd.grad((output[own] * r[own]).sum(), weight, retain_graph=True)[0]
     for method in planner._methods(terms):
-        norms, kept = planner.squared_norms(terms, method)
-        assert torch.allclose(norms, exact.flatten(1).square().sum(1))
+        norms = planner.squared_norms(terms, method)
+        assert torch.allclose(norms.squares_B, exact.flatten(1).square().sum(1))
         weights = torch.rand(batch).double()
-        total = planner.weighted_sum(terms, weights, kept)
+        total = planner.weighted_sum(terms, weights, norms.kept)
         assert torch.allclose(total, torch.einsum("b,b...->...", weights, exact))
 
 
 def test_chunks_give_the_same_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     terms: list[Term] = [outer(7, 3, 4, 5)]
-    whole = [planner.squared_norms(terms, m)[0] for m in planner._methods(terms)]
+    whole = [planner.squared_norms(terms, m).squares_B for m in planner._methods(terms)]
     monkeypatch.setattr(planner, "MAX_ELEMENTS", 30)
     for method, norms in zip(planner._methods(terms), whole):
-        assert torch.allclose(planner.squared_norms(terms, method)[0], norms)
+        assert torch.allclose(planner.squared_norms(terms, method).squares_B, norms)
 
 
 @pytest.mark.parametrize("coefficients", [(0.3, 0.7), (-64.0, 65.0), (0.5, 0.2, 0.3)])
@@ -218,7 +217,8 @@ def test_batches_of_any_container() -> None:
         pass
 
     batch = Encoding(x=torch.arange(4), y=torch.arange(4).view(4, 1))
-    swapped = batches.replace_examples(batch, 4, torch.tensor([0]), torch.tensor([3]), 0)
+    swapped, count = batches.replace_examples(batch, 4, torch.tensor([0]), torch.tensor([3]), 0)
+    assert count == 2
     assert isinstance(swapped, Encoding)
     assert swapped["x"].tolist() == [3, 1, 2, 3]
     assert len(list(batches.tensors({"a": [torch.ones(1), None], "b": "text"}))) == 1

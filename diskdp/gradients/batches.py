@@ -5,10 +5,11 @@ Assumes only that tensors are reachable through mappings, sequences, dataclasses
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,32 +32,70 @@ def tensors(batch: Any, depth: int = 0) -> Iterator[Tensor]:
             yield from tensors(child, depth + 1)
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild a batch of mappings, sequences and dataclasses with every tensor replaced by ``change(tensor)``.
+def replace_examples(batch: Any, batch_size: int, replaced: Tensor, by: Tensor, axis: int) -> tuple[Any, int]:
+    """A batch in which examples ``replaced`` are copies of examples ``by``, and how many of its parts that changed.
 
-    Containers of other classes are returned as they are.
+    Examples lie on ``axis`` of each tensor and array, or else on the first axis of the batch's length.
 
     >>> import torch
-    >>> map_tensors([torch.ones(2), "text"], lambda t: t + 1)
-    [tensor([2., 2.]), 'text']
+    >>> replace_examples([torch.tensor([5, 6, 7]), "text"], 3, torch.tensor([0]), torch.tensor([2]), 0)
+    ([tensor([7, 6, 7]), 'text'], 1)
     """
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if type(batch) in (list, tuple):
-        return type(batch)(map_tensors(item, change) for item in batch)
-    if isinstance(batch, tuple) and hasattr(batch, "_make"):
-        return batch._make(map_tensors(item, change) for item in batch)
-    if type(batch) is dict:
-        return {key: map_tensors(item, change) for key, item in batch.items()}
-    if isinstance(batch, Mapping):  # BatchEncoding and its like: a mapping built from a mapping
-        try:
-            return type(batch)({key: map_tensors(item, change) for key, item in batch.items()})  # type: ignore[call-arg]
-        except TypeError:
-            return batch
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: map_tensors(getattr(batch, f.name), change) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **fields)
-    return batch
+    index = torch.arange(batch_size)
+    index[replaced.cpu()] = by.cpu()
+    return _picked(batch, batch_size, index, axis)
+
+
+def select_examples(batch: Any, batch_size: int, kept: Tensor) -> Any:
+    """The batch of some of its examples alone.
+
+    >>> import torch
+    >>> select_examples((torch.tensor([5, 6, 7]), ["a", "b", "c"]), 3, torch.tensor([2, 0]))
+    (tensor([7, 5]), ['c', 'a'])
+    """
+    return _picked(batch, batch_size, kept.cpu(), 0)[0]
+
+
+def _picked(batch: Any, batch_size: int, index: Tensor, axis: int, depth: int = 0) -> tuple[Any, int]:
+    """Rows ``index`` of everything that has one row an example; containers are rebuilt, unknown ones copied."""
+    if isinstance(batch, Tensor | np.ndarray):
+        axes = [i for i, size in enumerate(batch.shape) if size == batch_size]
+        if not axes:
+            return batch, 0
+        chosen = axis if axis in axes else axes[0]
+        if isinstance(batch, Tensor):
+            return batch.index_select(chosen, index.to(batch.device)), 1
+        return np.take(batch, index.numpy(), axis=chosen), 1
+    if depth >= _MAX_DEPTH:
+        return batch, 0
+    if isinstance(batch, list) and len(batch) == batch_size and not any(isinstance(item, Tensor) for item in batch):
+        return [batch[i] for i in index.tolist()], 1
+    counts: list[int] = []
+
+    def change(item: Any) -> Any:
+        result, count = _picked(item, batch_size, index, axis, depth + 1)
+        counts.append(count)
+        return result
+
+    result: Any = batch
+    if isinstance(batch, Mapping):
+        result = copy.copy(batch)
+        for key, item in batch.items():
+            result[key] = change(item)
+    elif isinstance(batch, tuple) and hasattr(batch, "_make"):
+        result = batch._make(change(item) for item in batch)
+    elif isinstance(batch, list | tuple):
+        result = type(batch)(change(item) for item in batch)
+    elif _opaque(batch):
+        result = copy.copy(batch)
+        for key, item in vars(batch).items():
+            object.__setattr__(result, key, change(item))
+    return result, sum(counts)
+
+
+def _opaque(batch: Any) -> bool:
+    """An object whose attributes may hold tensors."""
+    return hasattr(batch, "__dict__") and not isinstance(batch, type) and not callable(batch)
 
 
 def _children(batch: Any) -> Iterator[Any]:
@@ -64,31 +103,8 @@ def _children(batch: Any) -> Iterator[Any]:
         yield from batch.values()
     elif isinstance(batch, list | tuple):
         yield from batch
-    elif hasattr(batch, "__dict__") and not isinstance(batch, type) and not callable(batch):
+    elif _opaque(batch):
         yield from vars(batch).values()
-
-
-def replace_examples(batch: Any, batch_size: int, replaced: Tensor, by: Tensor, axis: int) -> Any:
-    """A batch in which examples ``replaced`` are copies of examples ``by``; the examples lie on ``axis``.
-
-    >>> import torch
-    >>> replace_examples([torch.tensor([5, 6, 7])], 3, torch.tensor([0]), torch.tensor([2]), 0)
-    [tensor([7, 6, 7])]
-    """
-
-    def change(tensor: Tensor) -> Tensor:
-        if tensor.dim() <= axis or tensor.shape[axis] != batch_size:
-            axes = [i for i, size in enumerate(tensor.shape) if size == batch_size]
-            if not axes:
-                return tensor
-            chosen = axes[0]
-        else:
-            chosen = axis
-        index = torch.arange(batch_size, device=tensor.device)
-        index[replaced.to(tensor.device)] = by.to(tensor.device)
-        return tensor.index_select(chosen, index)
-
-    return map_tensors(batch, change)
 
 
 def checked_losses(losses_B: Any) -> Tensor:

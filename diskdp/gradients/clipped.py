@@ -12,13 +12,17 @@ from torch import Tensor, nn
 
 from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
-from diskdp.gradients.planner import choose, squared_norms, weighted_sum
+from diskdp.gradients.planner import Norms, choose, squared_norms, weighted_sum
 from diskdp.gradients.structure import Structure
-from diskdp.gradients.terms import Term
+from diskdp.gradients.terms import Direct, Term
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
 # is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
 SLACK_UNITS = 16.0
+# Where rows nearly cancel, rounding is on the scale of the rows and not of their sum: the square is then taken again in
+# float64, and the factor allows for the rounding of the sum, in units of √(Σ_t |l_t|²|r_t|²).
+CANCELLED = 1 / 16
+SCATTER_UNITS = 4.0
 
 
 @dataclass(frozen=True)
@@ -76,54 +80,56 @@ _EXAMINED: weakref.WeakKeyDictionary[nn.Module, _Examined] = weakref.WeakKeyDict
 
 def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
     """An engine that knows what was examined before for this model and this very loss function."""
-    by_loss = _EXAMINED.setdefault(model, weakref.WeakKeyDictionary())
-    return Engine(model, loss_fn, by_loss.setdefault(loss_fn, {}))
+    try:
+        by_loss = _EXAMINED.setdefault(model, weakref.WeakKeyDictionary())
+        return Engine(model, loss_fn, by_loss.setdefault(loss_fn, {}))
+    except TypeError:  # a callable that cannot be remembered
+        return Engine(model, loss_fn)
 
 
 def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> ClippedSum:
     names = list(gradients.terms)
     groups = clipper.groups(names)
-    plans = {name: choose(terms) for name, terms in gradients.terms.items() if terms}
-    squares: dict[str, Tensor] = {}
-    kept: dict[str, Tensor | None] = {}
-    for name, method in plans.items():
-        squares[name], kept[name] = squared_norms(gradients.terms[name], method)
-    nothing = gradients.losses_B.new_zeros(len(gradients.losses_B))
-    squares_GB = torch.stack(
-        [torch.stack([squares.get(name, nothing).double() for name in group]).sum(0) for group in groups]
-    ).clamp_(min=0)
     terms: Mapping[str, list[Term]] = gradients.terms
-    bad_B = ~torch.isfinite(squares_GB).all(0)
+    norms = {name: squared_norms(own, choose(own)) for name, own in terms.items() if own}
+    kept = {name: own.kept for name, own in norms.items()}
+    finite_B = torch.isfinite(gradients.losses_B)
+    squares_GB, scatter_GB = _by_group(norms, groups, finite_B)
+    # cancelled or overflowed in float32: the products of these examples are taken again in float64
+    again_B = ~torch.isfinite(squares_GB).all(0) | (squares_GB < scatter_GB * CANCELLED).any(0)
+    if bool(again_B.any()):
+        index = again_B.nonzero().flatten()
+        own = {name: [t.take(index).double() for t in terms[name]] for name in norms}
+        exact = {name: squared_norms(ts, choose(ts)) for name, ts in own.items()}
+        squares_GB[:, again_B], _ = _by_group(exact, groups, finite_B[index])
+    bad_B = ~(torch.isfinite(squares_GB).all(0) & finite_B)
     if bool(bad_B.any()):
-        squares_GB[:, bad_B] = _again_in_double(terms, groups, bad_B)
-        bad_B = ~(torch.isfinite(squares_GB).all(0) & torch.isfinite(gradients.losses_B))
         terms = {name: [t.without(bad_B) for t in own] for name, own in terms.items()}
-        kept = dict.fromkeys(kept)
-    norms_GB = squares_GB.sqrt()
-    slack = 1 + relative_slack(_coarsest(squares), points)
-    factors_GB = clipper.factors(norms_GB * slack).masked_fill(bad_B, 0)
+        kept = {name: None if own is None else Direct(own).without(bad_B).grads for name, own in kept.items()}
+    norms_GB = squares_GB.clamp_(min=0).sqrt()
+    dtype = _coarsest(norms)
+    error_GB = SCATTER_UNITS * torch.finfo(dtype).eps * scatter_GB.clamp(min=0).sqrt().nan_to_num(0.0, 0.0, 0.0)
+    safe_GB = norms_GB * (1 + relative_slack(dtype, points)) + error_GB
+    factors_GB = clipper.factors(safe_GB).masked_fill(bad_B, 0)
     sums = {}
     for group, factors_B in zip(groups, factors_GB):
         for name in group:
-            own = terms[name]
-            sums[name] = weighted_sum(own, factors_B, kept[name]) if own else gradients.zeros[name].clone()
+            own_terms = terms[name]
+            sums[name] = weighted_sum(own_terms, factors_B, kept[name]) if own_terms else gradients.zeros[name].clone()
     return ClippedSum(sums, squares_GB.sum(0).sqrt(), clipper.shortens(norms_GB), gradients.losses_B)
 
 
-def _coarsest(squares: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype with the largest rounding error among those in which norms were taken."""
-    dtypes = [t.dtype for t in squares.values()]
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)
-
-
-def _again_in_double(terms: Mapping[str, list[Term]], groups: list[list[str]], bad_B: Tensor) -> Tensor:
-    """Squared norms of the given examples in float64: a finite but huge gradient overflows when squared in float32."""
-    index = bad_B.nonzero().flatten()
-    rows = []
+def _by_group(norms: Mapping[str, Norms], groups: list[list[str]], like_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Squares and scatters of the groups, [G, B] in float64."""
+    nothing = like_B.new_zeros(len(like_B), dtype=torch.float64)
+    both = []
     for group in groups:
-        total = torch.zeros(len(index), dtype=torch.float64, device=bad_B.device)
-        for name in group:
-            if own := [t.take(index).double() for t in terms[name]]:
-                total += squared_norms(own, choose(own))[0]
-        rows.append(total)
-    return torch.stack(rows)
+        own = [norms[name] for name in group if name in norms]
+        both.append((sum((n.squares_B for n in own), nothing), sum((n.scatter_B for n in own), nothing)))
+    return torch.stack([squares for squares, _ in both]), torch.stack([scatter for _, scatter in both])
+
+
+def _coarsest(norms: Mapping[str, Norms]) -> torch.dtype:
+    """The dtype with the largest rounding error among those in which norms were taken."""
+    dtypes = [n.squares_B.dtype for n in norms.values()]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)

@@ -6,6 +6,7 @@ outputs of the operations that use parameters. Every new structure is examined b
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 from diskdp.errors import GradientError
 from diskdp.gradients import batches
+from diskdp.gradients.ownership import Owner, probe_exponents
 from diskdp.gradients.pullback import Key, parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
-from diskdp.gradients.structure import Structure, examine, refuse_modules
+from diskdp.gradients.structure import Ownership, Structure, examine, refuse_modules
 from diskdp.gradients.terms import Direct, Term, combine, pairable
 from diskdp.gradients.trace import Source, Trace, Use
 
@@ -52,7 +54,8 @@ class Engine:
         self.model = model
         self.loss_fn = loss_fn
         self._examined = {} if examined is None else examined
-        self._modes: set[tuple[bool, ...]] = set()  # training flags of all modules that were seen and not refused
+        self._accepted: set[object] = set()  # settings of the modules that were not refused
+        self._used: set[str] = set()  # parameters that some examined structure uses
 
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by name, a tied one once."""
@@ -64,16 +67,20 @@ class Engine:
         parameters = self.parameters()
         if not parameters:
             raise GradientError("the model has no trainable parameter; set requires_grad_(True) on what should train")
-        modes = tuple(module.training for module in self.model.modules())
-        if modes not in self._modes:
+        if not points:
+            raise GradientError("no point was given: at least one coefficient must differ from 0")
+        for _, values in points:
+            _check_values(values or {}, parameters)
+        settings = _settings(self.model)
+        if settings not in self._accepted:
             refuse_modules(self.model)
-            self._modes.add(modes)
+            self._accepted.add(settings)
         random = RandomState.capture()
         found = []
         for number, (_, values) in enumerate(points):
             if number > 0:
                 random.restore()
-            found.append(self._at(batch, parameters, values or {}, modes, random))
+            found.append(self._at(batch, parameters, values or {}, settings, random))
         terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
         zeros = {
             name: p.new_zeros((), dtype=torch.promote_types(p.dtype, torch.float32)).expand(p.shape)
@@ -86,31 +93,86 @@ class Engine:
         batch: Any,
         parameters: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
-        modes: tuple[bool, ...],
+        settings: object,
         random: RandomState,
+        measure: bool = False,
     ) -> _AtPoint:
+        """One point. With ``measure`` the owners of rows are measured on this very batch."""
+        data = list(batches.tensors(batch))
+        trace = Trace(parameters, values, data, default_rules())
+        versions = [t._version for t in data]
+        losses_B = trace.losses(self.loss_fn, self.model, batch)
+        if versions != [t._version for t in data]:
+            raise GradientError("the forward pass writes into its batch; let it work on a copy (x = x.clone())")
+        batch_size = len(losses_B)
+        if batch_size == 0:
+            return _AtPoint({}, losses_B.detach(), {})
+        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), settings)
+        if key not in self._examined:
+            if not bool(torch.isfinite(losses_B).any()):
+                return _AtPoint({}, losses_B.detach(), {})  # nobody contributes, and nothing can be learned from it
+            self._examined[key] = examine(
+                self.model, self.loss_fn, batch, parameters, values, random, trace.log, self._used
+            )
+            self._used.update(name for _, targets in trace.log for name in targets)
+            random.restore()
+            return self._at(batch, parameters, values, settings, random)
+        structure = self._examined[key]
         collected: list[tuple[Key, Source, Term]] = []
         operations: dict[str, set[str]] = {}
 
-        def sink(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
-            owner = structure.owner(use, grad, batch_size)
-            if owner is not None:
-                collected.extend(source_terms(use, saved, grad, owner))
+        def take(use: Use, saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> None:
+            collected.extend(source_terms(use, saved, grad, owner))
             for name in use.targets:
                 operations.setdefault(name, set()).add(use.operation)
 
-        trace = Trace(parameters, values, batches.tensors(batch), default_rules())
-        losses_B = trace.losses(self.loss_fn, self.model, batch)
-        batch_size = len(losses_B)
-        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), modes)
-        if key not in self._examined:
-            self._examined[key] = examine(self.model, self.loss_fn, batch, parameters, values, random, trace.log)
-            random.restore()
-            return self._at(batch, parameters, values, modes, random)
-        structure = self._examined[key]
-        trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
+        if measure or not structure.settles(len(trace.log)):
+            exponents_B = probe_exponents(batch_size, torch.Generator().manual_seed(secrets.randbits(63)))
+            ownership = Ownership.measure(trace, losses_B, exponents_B)
+            for seen, owner in ownership.owned:
+                settled = structure.owner(seen.use, seen.grad, batch_size) if not structure.moving else None
+                take(seen.use, seen.saved, seen.grad, settled or owner)
+            structure.settled.update({k: v for k, v in ownership.settled.items() if k not in structure.settled})
+        else:
+            unsettled = []
+
+            def sink(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
+                owner = structure.owner(use, grad, batch_size)
+                if owner is not None:
+                    take(use, saved, grad, owner)
+                elif grad.any():  # in a segment that checkpointing computes again
+                    unsettled.append(use)
+
+            trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
+            if unsettled:
+                random.restore()
+                return self._at(batch, parameters, values, settings, random, measure=True)
         shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
         return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
+
+
+def _check_values(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Names and shapes of a point's values must be those of trainable parameters."""
+    for name, value in values.items():
+        if name not in parameters:
+            raise GradientError(
+                f"points: {name!r} is no trainable parameter of the model; the names are those of "
+                f"model.named_parameters(), for example {next(iter(parameters))!r}"
+            )
+        if value.shape != parameters[name].shape:
+            raise GradientError(
+                f"points: {name} has shape {tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
+            )
+
+
+def _settings(model: nn.Module) -> tuple[tuple[bool | str, ...], ...]:
+    """Flags and names that modules keep, training flags among them: they may change what the forward pass does.
+
+    Numbers are left out: a module may count its calls.
+    """
+    return tuple(
+        tuple(value for value in vars(module).values() if type(value) in (bool, str)) for module in model.modules()
+    )
 
 
 def _combined(

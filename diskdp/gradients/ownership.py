@@ -23,8 +23,11 @@ class Layout:
     axis: int
     innermost: bool = False
 
-    def fits(self, shape: torch.Size, batch: int) -> bool:
-        return self.axis < len(shape) and shape[self.axis] > 0 and shape[self.axis] % batch == 0
+    def copies(self, shape: torch.Size, batch: int) -> int | None:
+        """K, the rows an example has on the axis; None if the shape does not fit."""
+        if self.axis >= len(shape) or shape[self.axis] == 0 or shape[self.axis] % batch:
+            return None
+        return shape[self.axis] // batch
 
 
 @dataclass(frozen=True)
@@ -96,26 +99,31 @@ def candidates(shape: torch.Size, batch: int) -> Iterator[Layout]:
             yield Layout(axis, innermost=True)
 
 
-def find_layout(plain: Tensor, scaled: Tensor, exponents_B: Tensor) -> Layout | None:
-    """The layout under which ``scaled`` is ``plain`` with example i's elements times 2^k_i; None if there is none.
+def explanations(plain: Tensor, scaled: Tensor, exponents_B: Tensor) -> list[Layout]:
+    """All layouts under which ``scaled`` is ``plain`` with example i's elements times 2^k_i.
 
-    A wrong layout passes only where every non-zero element happens to agree: with M independent rows the chance is
-    about 16^-M for each candidate. Rounding cannot reject a right one, since no rounding happens.
+    Elements that are not finite explain nothing and contradict nothing. A wrong layout passes only where every
+    non-zero element happens to agree: with M independent rows the chance is about 16^-M for each candidate. Rounding
+    cannot reject a right one, since no rounding happens.
 
     >>> k = torch.tensor([3, 0, 1]); g = torch.rand(4, 3, 2)
-    >>> find_layout(g, g * (2.0 ** k)[None, :, None], k)
-    Layout(axis=1, innermost=False)
-    >>> find_layout(g, g * 3, k) is None
-    True
+    >>> explanations(g, g * (2.0 ** k)[None, :, None], k)
+    [Layout(axis=1, innermost=False)]
+    >>> explanations(g, g * 3, k)
+    []
     """
     batch = len(exponents_B)
+    factors = torch.exp2(exponents_B.double()).to(plain.device)
+    plain, scaled = plain.double(), scaled.double()
+    finite = torch.isfinite(plain) & torch.isfinite(scaled)
+    plain, scaled = torch.where(finite, plain, 0.0), torch.where(finite, scaled, 0.0)
+    # vendor kernels may order a sum by alignment, so a last place is allowed to differ
+    slack = 1e-5 * scaled.abs() + 1e-9 * scaled.abs().amax()
+    found = []
     for layout in candidates(plain.shape, batch):
         owner = Owner(layout, batch)
-        by_example = owner.by_example(plain.double())
-        factors = torch.exp2(exponents_B.double()).to(plain.device)
+        by_example = owner.by_example(plain)
         expected = by_example * factors.view(-1, *[1] * (by_example.dim() - 1))
-        found = owner.by_example(scaled.double())
-        slack = 1e-6 * expected.abs().amax()  # vendor kernels may order a sum by alignment
-        if bool(((found - expected).abs() <= 1e-5 * expected.abs() + slack * 1e-3).all()):
-            return layout
-    return None
+        if bool(((owner.by_example(scaled) - expected).abs() <= owner.by_example(slack)).all()):
+            found.append(layout)
+    return found

@@ -19,6 +19,19 @@ MAX_ELEMENTS = 2**25  # working memory of one chunk of examples, in numbers
 
 
 @dataclass(frozen=True)
+class Norms:
+    """Squared norms of one parameter's per-example gradients.
+
+    ``scatter_B`` is the sum of the squares of what was added up: the rounding error of the square is a few units in
+    the last place of it, however much cancels.
+    """
+
+    squares_B: Tensor
+    scatter_B: Tensor
+    kept: Tensor | None  # the per-example gradients, if they were made and are small enough to keep
+
+
+@dataclass(frozen=True)
 class Method:
     """One way to the norms: its name, and its estimated work an example in multiply-adds."""
 
@@ -43,14 +56,15 @@ def choose(terms: Sequence[Term]) -> Method:
     return min(_methods(terms), key=lambda method: method.cost)
 
 
-def squared_norms(terms: Sequence[Term], method: Method) -> tuple[Tensor, Tensor | None]:
-    """‖Σ terms‖² for each example, and the per-example gradients if they were made and are small enough to keep."""
+def squared_norms(terms: Sequence[Term], method: Method) -> Norms:
+    """‖Σ terms‖² for each example."""
     batch = terms[0].batch
     step = max(1, int(MAX_ELEMENTS // max(1.0, method.memory)))
     if step >= batch:
         return _EVALUATE[method.name](terms)
     chunks = [slice(start, start + step) for start in range(0, batch, step)]
-    return torch.cat([_EVALUATE[method.name]([t.take(chunk) for t in terms])[0] for chunk in chunks]), None
+    parts = [_EVALUATE[method.name]([t.take(chunk) for t in terms]) for chunk in chunks]
+    return Norms(torch.cat([p.squares_B for p in parts]), torch.cat([p.scatter_B for p in parts]), None)
 
 
 def weighted_sum(terms: Sequence[Term], weights_B: Tensor, kept: Tensor | None) -> Tensor:
@@ -87,25 +101,29 @@ def _outer_methods(terms: list[Outer]) -> list[Method]:
 
 
 def _conv_methods(terms: list[Conv]) -> list[Method]:
+    """Costs fitted to the four layers of a small CNN, 64 images, one thread; see docs/performance.md."""
     conv = terms[0]
-    images = conv.input.shape[0] // conv.batch
+    count, images = len(terms), conv.input.shape[0] // conv.batch
     positions = images * conv.output[0, 0].numel()
     filters, size = conv.output.shape[1], _size(conv)
     patch = size / filters * conv.shape.groups
-    grouped = Method("grouped", len(terms) * positions * size * _GROUPED_PENALTY(filters), size * images)
+    products = count * positions * size
+    large = conv.batch * size * images > _IN_CACHE
+    grouped = Method("grouped", (27.0 if large else 2.4) * products, size * images)
     if conv.shape.groups > 1:
         return [grouped]
-    unfold = len(terms) * positions * patch * 12.0  # copying, in units of a multiply-add
-    pairs = len(terms) * (len(terms) + 1) / 2 * positions**2
+    unfolded = count * positions * patch * 25.0
+    kept = products + unfolded + (150.0 if large else 30.0) * size
+    pairs = count * (count + 1) / 2 * positions**2
     return [
         grouped,
-        Method("patches", len(terms) * positions * size + unfold + 16.0 * size, size * images + positions * patch),
-        Method("patch-gram", pairs * (patch + filters) + unfold, 2.0 * positions**2 + positions * patch),
+        Method("patches", kept, size * images + positions * patch),
+        # the sum is another product where the gradients are not kept
+        Method("patch-gram", 1.5 * pairs * (patch + filters) + unfolded + products, 2.0 * positions**2),
     ]
 
 
-def _GROUPED_PENALTY(filters: int) -> float:
-    return max(0.6, filters / 64.0)
+_IN_CACHE = 2**22  # numbers: per-example gradients beyond this are written to memory and read again
 
 
 def _size(term: Term) -> float:
@@ -119,19 +137,25 @@ def _size(term: Term) -> float:
     return term.grads[0].numel() if term.batch else 0.0
 
 
-def _gram(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+def _gram(terms: Sequence[Term]) -> Norms:
     outers = [t for t in terms if isinstance(t, Outer)]
     total = outers[0].right.new_zeros(outers[0].batch)
+    scatter = total.clone()
     for (i, a), (j, b) in combinations_with_replacement(enumerate(outers), 2):
-        total.add_(a.squared_norm_with(b), alpha=1 if i == j else 2)
-    return total, None
+        if i == j:
+            square, diagonal = a.squared_norm()
+            total += square
+            scatter += diagonal
+        else:
+            total.add_(a.squared_norm_with(b), alpha=2)
+    return Norms(total, scatter, None)
 
 
-def _patch_gram(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+def _patch_gram(terms: Sequence[Term]) -> Norms:
     return _gram([t.outer() for t in terms if isinstance(t, Conv)])
 
 
-def _rows(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+def _rows(terms: Sequence[Term]) -> Norms:
     """Sums over equal row numbers of one example, then their squares: an embedding's norm without its table."""
     outers = [t for t in terms if isinstance(t, Outer)]
     numbers = torch.cat([t.left for t in outers], 1)
@@ -139,22 +163,21 @@ def _rows(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
     batch, length, width = values.shape
     example = torch.arange(batch, device=values.device).unsqueeze(1)
     if length == 1:
-        return values.square().sum((1, 2)), None
+        squares = values.square().sum((1, 2))
+        return Norms(squares, squares, None)
     keys, where = torch.unique(example * outers[0].rows + numbers, return_inverse=True)
     sums = values.new_zeros(len(keys), width).index_add_(0, where.flatten(), values.reshape(-1, width))
-    squares = sums.square_().sum(1)
-    return values.new_zeros(batch).index_add_(0, keys // outers[0].rows, squares), None
+    squares = values.new_zeros(batch).index_add_(0, keys // outers[0].rows, sums.square_().sum(1))
+    return Norms(squares, values.square_().sum((1, 2)), None)
 
 
-def _from_gradients(
-    make: Callable[[Term], Tensor],
-) -> Callable[[Sequence[Term]], tuple[Tensor, Tensor | None]]:
-    def evaluate(terms: Sequence[Term]) -> tuple[Tensor, Tensor | None]:
+def _from_gradients(make: Callable[[Term], Tensor]) -> Callable[[Sequence[Term]], Norms]:
+    def evaluate(terms: Sequence[Term]) -> Norms:
         grads = make(terms[0])
         for term in terms[1:]:
             grads = grads + make(term)
-        flat = grads.reshape(len(grads), -1)
-        return torch.linalg.vecdot(flat, flat), grads
+        squares = torch.linalg.vector_norm(grads.reshape(len(grads), -1), dim=1).square_()
+        return Norms(squares, squares, grads)  # what is summed are these very numbers
 
     return evaluate
 
@@ -163,7 +186,7 @@ def _by_patches(term: Term) -> Tensor:
     return term.per_example_by_patches() if isinstance(term, Conv) else term.per_example()
 
 
-_EVALUATE: dict[str, Callable[[Sequence[Term]], tuple[Tensor, Tensor | None]]] = {
+_EVALUATE: dict[str, Callable[[Sequence[Term]], Norms]] = {
     "direct": _from_gradients(lambda term: term.per_example()),
     "per-example": _from_gradients(lambda term: term.per_example()),
     "grouped": _from_gradients(lambda term: term.per_example()),

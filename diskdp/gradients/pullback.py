@@ -43,9 +43,14 @@ def _pulled_back(source: Source, term: Term) -> list[tuple[str, Term]]:
             grads = term.per_example()
             names, leaves = list(source.leaves), list(source.leaves.values())
             found = torch.autograd.grad(
-                source.node, leaves, grads.to(source.node.dtype), retain_graph=True, is_grads_batched=True
+                source.node,
+                leaves,
+                grads.to(source.node.dtype),
+                retain_graph=True,
+                is_grads_batched=True,
+                allow_unused=True,  # a leaf may have lent its shape alone
             )
-            return [(name, Direct(g.to(grads.dtype))) for name, g in zip(names, found)]
+            return [(name, Direct(g.to(grads.dtype))) for name, g in zip(names, found) if g is not None]
     return [(source.name, term)]
 
 

@@ -12,7 +12,7 @@ They look at structure alone: examples whose numbers are not finite are replaced
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from diskdp.errors import GradientError
 from diskdp.gradients import batches
-from diskdp.gradients.ownership import Layout, Owner, find_layout, probe_exponents
+from diskdp.gradients.ownership import Layout, Owner, explanations, probe_exponents
+from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.pullback import parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
@@ -36,25 +37,89 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torc
 NEGLIGIBLE = 0.03
 
 
-@dataclass(frozen=True)
+@dataclass
 class Structure:
-    """What was established: the layout of every use."""
+    """What was established about one kind of batch: the layout of every use that only one layout explains.
 
-    layouts: Mapping[int, Layout]
+    Where several layouts explain a gradient (few live examples), where none has reached a use yet, and where rows are
+    picked by the data (``moving``), ownership is measured again on each batch (`Ownership`).
+    """
+
+    settled: dict[int, tuple[Layout, int]]  # by use: the layout, and the rows an example has on its axis
+    moving: bool
+
+    def settles(self, uses: int) -> bool:
+        """Whether the first ``uses`` uses need no measurement."""
+        return not self.moving and all(index in self.settled for index in range(uses))
 
     def owner(self, use: Use, grad: Tensor, batch: int) -> Owner | None:
-        """Who owns the rows of a gradient; None for a use that no loss feels."""
-        layout = self.layouts.get(use.index)
-        if layout is None and not grad.any():
+        """Who owns the rows of a gradient at a settled use; None if the use is not settled."""
+        if use.index not in self.settled:
             return None
-        if layout is None or not layout.fits(grad.shape, batch):
+        layout, copies = self.settled[use.index]
+        if layout.copies(grad.shape, batch) != copies:
             raise GradientError(
-                f"{use.describe()}: no gradient reached this operation when the model was examined, or its shape did "
-                "not follow the batch, so its rows cannot be assigned to examples; make the forward pass depend on "
-                "shapes and random state only",
+                f"{use.describe()}: its shape does not follow the batch as it did when the model was examined, so its "
+                "rows cannot be assigned to examples; keep the examples on an axis of their own",
                 use.targets,
             )
         return Owner(layout, batch)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A use whose gradient is known."""
+
+    use: Use
+    saved: Sequence[Tensor]
+    grad: Tensor
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """Owners measured on one batch."""
+
+    owned: list[tuple[Seen, Owner]]
+    settled: dict[int, tuple[Layout, int]]
+
+    @classmethod
+    def measure(cls, trace: Trace, losses_B: Tensor, exponents_B: Tensor) -> Ownership:
+        """Two backward passes over one forward pass; the second with loss i scaled by 2^k_i."""
+        plain: dict[int, Seen] = {}
+        scaled: dict[int, Tensor] = {}
+
+        def record(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
+            plain[use.index] = Seen(use, saved, grad)
+
+        def record_scaled(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
+            scaled[use.index] = grad
+
+        batch = len(losses_B)
+        first = len(trace.log)
+        trace.differentiate(losses_B, torch.ones_like(losses_B), record, keep_graph=True)
+        recomputed = len(trace.log) - first  # checkpointed segments run again in each backward pass and count on
+        trace.differentiate(losses_B, torch.exp2(exponents_B.double()).to(losses_B), record_scaled)
+        owned, settled = [], {}
+        for index, seen in plain.items():
+            again = scaled[index + recomputed] if index >= first else scaled[index]
+            if not seen.grad.any():
+                continue
+            if batch == 1:
+                found = [Layout(0)] if seen.grad.dim() else []
+            else:
+                found = explanations(seen.grad, again, exponents_B)
+            if not found:
+                raise GradientError(
+                    f"{seen.use.describe()}: the gradient at its output mixes examples, so no example's contribution "
+                    "can be bounded; remove what combines examples after this operation (batch statistics, a loss "
+                    "over pairs, a sum over the batch), or keep the examples on one axis",
+                    seen.use.targets,
+                )
+            owned.append((seen, Owner(found[0], batch)))
+            copies = found[0].copies(seen.grad.shape, batch)
+            if len(found) == 1 and copies is not None:
+                settled[index] = (found[0], copies)
+        return cls(owned, settled)
 
 
 def examine(
@@ -65,26 +130,35 @@ def examine(
     values: Mapping[str, Tensor],
     random: RandomState,
     uses: Sequence[object],
+    known: Container[str] = (),
 ) -> Structure:
     """Establish the structure of one kind of batch near the point ``values``, or say what is wrong with it.
 
     ``uses`` is the log of the forward pass that is to be explained: weights whose perturbation takes another path
-    through the model are examined where they are. Leaves parameters, buffers and gradients as they were; the caller
+    through the model, or leaves the finite numbers, are examined where they are. Parameters in ``known`` have been
+    used by other batches and may be unused here. Leaves parameters, buffers and gradients as they were; the caller
     restores the random state.
     """
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     here = {name: values.get(name, p).detach() for name, p in parameters.items()}
     near = {name: _perturbed(value, generator) for name, value in here.items()}
     with _restored_buffers(model) as buffers, _grads_kept(parameters):
-        run = _Run(model, loss_fn, parameters, near, random, buffers)
-        if run.log(batch) != list(uses):
-            run = replace(run, values=here)
-        losses_B = run.plain(batch).detach()
-        batch = _finite_examples(batch, losses_B)
+        run = _Run(model, loss_fn, parameters, here, random, buffers)
+        losses_B = run.plain(batch)
+        _refuse_hidden(losses_B, parameters)
+        finite = torch.isfinite(losses_B.detach())
+        moved = replace(run, values=near)
+        trace, losses_B = moved.traced(batch)
+        if trace.log == list(uses) and bool(torch.isfinite(losses_B.detach())[finite].all()):
+            run = moved
+        batch = _replaced_where(~finite, batch)
         probe = _probe(run, batch, generator)
-        run.compare(batch, probe)
+        if bool(probe.bad_B.any()):  # finite losses, but gradients that are not
+            batch = _replaced_where(probe.bad_B, batch)
+            probe = _probe(run, batch, generator)
+        run.compare(batch, probe, known)
         _isolate(run, batch, len(losses_B), generator)
-    return Structure(probe.layouts)
+    return Structure(dict(probe.settled), probe.moving)
 
 
 def refuse_modules(model: nn.Module) -> None:
@@ -100,7 +174,9 @@ def refuse_modules(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Probe:
-    layouts: Mapping[int, Layout]
+    settled: Mapping[int, tuple[Layout, int]]
+    moving: bool
+    bad_B: Tensor  # whose gradient is not finite
     losses_B: Tensor
     weights_B: Tensor
     sums: Mapping[str, Tensor]  # Σ v_i g_i from the terms
@@ -130,17 +206,18 @@ class _Run:
         with _exchanged(self.parameters, self.values), torch.enable_grad():
             return batches.checked_losses(self.loss_fn(self.model, batch))
 
+    def draws_randomness(self, batch: Any) -> bool:
+        """Whether a forward pass moves torch's generator: another batch size would then see other masks."""
+        self.plain(batch)
+        return not torch.equal(torch.get_rng_state(), self.random.cpu)
+
     def traced(self, batch: Any) -> tuple[Trace, Tensor]:
         """The losses, and the trace that saw them computed."""
         self.reset()
         trace = Trace(self.parameters, self.values, batches.tensors(batch), default_rules())
         return trace, trace.losses(self.loss_fn, self.model, batch)
 
-    def log(self, batch: Any) -> list[object]:
-        """Operations that use parameters, in order."""
-        return list(self.traced(batch)[0].log)
-
-    def compare(self, batch: Any, probe: _Probe) -> None:
+    def compare(self, batch: Any, probe: _Probe, known: Container[str]) -> None:
         """The terms' weighted sums against plain autograd."""
         self.reset()
         weights_B = probe.weights_B
@@ -149,14 +226,15 @@ class _Run:
             for p in self.parameters.values():
                 p.grad = None
             (losses_B * weights_B.to(losses_B)).sum().backward()  # reentrant checkpointing refuses grad()
-            exact = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+            grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        exact = {name: g.to_dense() if g.is_sparse else g for name, g in grads.items()}
         tolerance = TOLERANCE[probe.precision]
         if not torch.allclose(losses_B, probe.losses_B, rtol=10 * tolerance, atol=tolerance):
             raise GradientError(
                 "the losses change from one evaluation to the next with the same random state, so the two points of "
                 "DiSK could not share dropout masks; draw randomness from torch's, numpy's or Python's global generator"
             )
-        unused = [name for name in self.parameters if name not in exact]
+        unused = [name for name in self.parameters if name not in exact and name not in known]
         if unused:
             raise GradientError(
                 f"{_listed(unused)}: trainable, but the loss does not depend on it; use it in the forward pass or "
@@ -168,94 +246,95 @@ class _Run:
             mine = probe.sums.get(name)
             error = (gradient.double() - (0 if mine is None else mine.double())).norm().item()
             if not error <= tolerance * max(gradient.double().norm().item(), NEGLIGIBLE * whole):
-                hidden = _custom_functions(losses_B)
-                cause = f"; the graph contains the custom autograd Function {_listed(hidden)}" if hidden else ""
                 raise GradientError(
                     f"{name}: its per-example gradients do not add up to autograd's gradient (relative error "
-                    f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen"
-                    f"{cause}. Write that use with ordinary torch operations",
+                    f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen. "
+                    "Write that use with ordinary torch operations",
                     [name],
                 )
 
 
 def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
-    """Two backward passes over one traced forward pass: layouts, and the terms' weighted sums."""
-    plain: dict[int, tuple[Use, Sequence[Tensor], Tensor]] = {}
-    scaled: dict[int, Tensor] = {}
-
-    def record(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
-        plain[use.index] = (use, saved, grad)
-
-    def record_scaled(use: Use, saved: Sequence[Tensor], grad: Tensor) -> None:
-        scaled[use.index] = grad
-
+    """Owners measured on one traced forward pass, and the terms' weighted sums."""
     trace, losses_B = run.traced(batch)
+    _refuse_strangers(losses_B, trace.anchor, batch)
     batch_size = len(losses_B)
     exponents_B = probe_exponents(batch_size, generator)
-    trace.differentiate(losses_B, torch.ones_like(losses_B), record, keep_graph=True)
-    first = len(trace.log)
-    trace.differentiate(losses_B, torch.exp2(exponents_B.double()).to(losses_B), record_scaled)
-    shift = len(trace.log) - first if not scaled.keys() >= plain.keys() else 0  # recomputed segments count on
-    layouts, collected = {}, []
+    ownership = Ownership.measure(trace, losses_B, exponents_B)
     weights_B = torch.randn(batch_size, generator=generator, dtype=torch.float64)
     precision = losses_B.dtype
-    for index, (use, saved, grad) in plain.items():
-        again = scaled.get(index, scaled.get(index + shift))
-        assert again is not None
-        if not grad.any():
-            continue
-        precision = min(precision, grad.dtype, key=lambda dtype: torch.finfo(dtype).bits)
-        layout = Layout(0) if batch_size == 1 and grad.dim() else find_layout(grad, again, exponents_B)
-        if layout is None:
-            raise GradientError(
-                f"{use.describe()}: the gradient at its output mixes examples, so no example's contribution can be "
-                "bounded; remove what combines examples after this operation (batch statistics, a loss over pairs, a "
-                "sum over the batch), or keep the examples on one axis",
-                use.targets,
-            )
-        layouts[index] = layout
-        collected += source_terms(use, saved, grad, Owner(layout, batch_size))
-    sums = {}
+    collected = []
+    for seen, owner in ownership.owned:
+        precision = min(precision, seen.grad.dtype, key=lambda dtype: torch.finfo(dtype).bits)
+        collected += source_terms(seen.use, seen.saved, seen.grad, owner)
+    sums, bad_B = {}, torch.zeros(batch_size, dtype=torch.bool, device=losses_B.device)
     for name, terms in parameter_terms(collected).items():
-        weights = weights_B.to(grad.device)
-        sums[name] = torch.stack([term.weighted_sum(weights) for term in terms.values()]).sum(0)
-    return _Probe(layouts, losses_B.detach(), weights_B, sums, precision)
+        own = list(terms.values())
+        bad_B |= ~torch.isfinite(squared_norms(own, choose(own)).squares_B).to(bad_B.device)
+        weights = weights_B.to(losses_B.device)
+        sums[name] = torch.stack([term.weighted_sum(weights) for term in own]).sum(0)
+    return _Probe(ownership.settled, trace.moving, bad_B, losses_B.detach(), weights_B, sums, precision)
 
 
 def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator) -> None:
-    """Replace half of the examples by one another; the others must not notice, nor may any buffer."""
+    """Replace each half of the examples by the other; drop each half. Nobody else, and no buffer, may notice."""
     if batch_size < 2:
         return
-    order = torch.randperm(batch_size, generator=generator)
-    changed, kept = order[: batch_size // 2], order[batch_size // 2 :]
-    by = kept[: len(changed)]
     before = run.plain(batch).detach()
     buffers = {name: b.clone() for name, b in run.model.named_buffers()}
-    for axis in (0, 1):  # tensors whose first two axes both have the batch's length leave a doubt
-        after = run.plain(batches.replace_examples(batch, batch_size, changed, by, axis)).detach()
-        for name, buffer in run.model.named_buffers():
-            if not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num()):
+    order = torch.randperm(batch_size, generator=generator)
+    halves = order[: batch_size // 2], order[batch_size // 2 :]
+    for kept, changed in (halves, halves[::-1]):
+        by = kept[torch.arange(len(changed)) % len(kept)]
+        for axis in (0, 1):  # tensors whose first two axes both have the batch's length leave a doubt
+            other, count = batches.replace_examples(batch, batch_size, changed, by, axis)
+            if count == 0:
                 raise GradientError(
-                    f"buffer {name} is computed from the batch: it would store un-noised data in the model; "
-                    "set track_running_stats=False, or put that module in eval mode"
+                    "no part of the batch could be told apart by example, so it cannot be checked that examples do not "
+                    "mix; let the batch be tensors, or mappings, sequences or objects of tensors"
                 )
-        index = kept.to(before.device)
-        if torch.allclose(before[index], after[index], rtol=1e-4, atol=1e-5, equal_nan=True):
-            return
-    raise GradientError(
-        "the loss of one example changes when other examples of the batch are replaced, so one example's data reaches "
+            after = run.plain(other).detach()
+            for name, buffer in run.model.named_buffers():
+                if not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num()):
+                    raise GradientError(
+                        f"buffer {name} is computed from the batch: it would store un-noised data in the model; "
+                        "set track_running_stats=False, or put that module in eval mode"
+                    )
+            if _same(before[kept.to(before.device)], after[kept.to(before.device)], 1e-5, before):
+                break
+        else:
+            raise _mixing("are replaced")
+        if not run.draws_randomness(batch):
+            try:
+                alone = run.plain(batches.select_examples(batch, batch_size, kept)).detach()
+            except GradientError:
+                raise
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue  # something of the batch's length that is not an example axis: this probe says nothing
+            if len(alone) == len(kept) and not _same(before[kept.to(before.device)], alone, 1e-2, before):
+                raise _mixing("are left out")
+
+
+def _same(a: Tensor, b: Tensor, tolerance: float, scale: Tensor) -> bool:
+    """Equal up to rounding, on the scale of all losses."""
+    size = float(scale.abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * 0.1 * size, equal_nan=True)
+
+
+def _mixing(what: str) -> GradientError:
+    return GradientError(
+        f"the loss of one example changes when other examples of the batch {what}, so one example's data reaches "
         "another's gradient; remove what looks across the batch (batch statistics, contrastive terms, normalisation "
-        "of the inputs over the batch)"
+        "of the inputs over the batch, division by the batch's length)"
     )
 
 
-def _finite_examples(batch: Any, losses_B: Tensor) -> Any:
-    """The batch with examples of non-finite loss replaced by others."""
-    finite = torch.isfinite(losses_B.detach())
-    if bool(finite.all()) or not bool(finite.any()):
+def _replaced_where(bad_B: Tensor, batch: Any) -> Any:
+    """The batch with the given examples replaced by others; as it is if there are no others."""
+    if not bool(bad_B.any()) or bool(bad_B.all()):
         return batch
-    bad, good = (~finite).nonzero().flatten(), finite.nonzero().flatten()
-    return batches.replace_examples(batch, len(losses_B), bad, good[torch.arange(len(bad)) % len(good)], 0)
+    bad, good = bad_B.nonzero().flatten(), (~bad_B).nonzero().flatten()
+    return batches.replace_examples(batch, len(bad_B), bad, good[torch.arange(len(bad)) % len(good)], 0)[0]
 
 
 def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
@@ -302,19 +381,44 @@ def _restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
                 buffer.copy_(saved[name])
 
 
-def _custom_functions(losses_B: Tensor) -> list[str]:
-    """Names of autograd Functions written in Python in the graph of the losses."""
-    found: dict[str, None] = {}
+def _refuse_hidden(losses_B: Tensor, parameters: Mapping[str, Tensor]) -> None:
+    """An autograd Function written in Python that takes a parameter hides that use from the trace."""
+    names = {id(p): name for name, p in parameters.items()}
+    for node in _graph(losses_B):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            taken = [names.get(id(getattr(parent, "variable", None))) for parent, _ in node.next_functions]
+            hidden = [name for name in taken if name is not None]
+            if hidden:
+                raise GradientError(
+                    f"{_listed(hidden)}: used by the custom autograd Function "
+                    f"{type(node).__name__.removesuffix('Backward')}, which hides that use. Write it with ordinary "
+                    "torch operations",
+                    hidden,
+                )
+
+
+def _refuse_strangers(losses_B: Tensor, anchor: Tensor, batch: Any) -> None:
+    """Trainable tensors other than the model's would receive gradients that are neither clipped nor noised."""
+    allowed = {id(anchor), *(id(t) for t in batches.tensors(batch))}
+    for node in _graph(losses_B):
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in allowed:
+            raise GradientError(
+                f"the loss depends on a trainable tensor of shape {tuple(variable.shape)} by a way that is not seen; "
+                "make it a parameter of the model that is used by ordinary torch operations, or detach it"
+            )
+
+
+def _graph(losses_B: Tensor) -> Iterator[Any]:
+    """All nodes of the losses' autograd graph."""
     stack, seen = [losses_B.grad_fn], set()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            found[type(node).__name__.removesuffix("Backward")] = None
+        yield node
         stack += [parent for parent, _ in node.next_functions]
-    return list(found)
 
 
 def _listed(names: Sequence[str]) -> str:

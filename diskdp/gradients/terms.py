@@ -93,12 +93,22 @@ class Outer:
         left = self.left if self.one_hot else _blank(self.left, bad_B)
         return replace(self, left=left, right=_blank(self.right, bad_B))
 
+    def squared_norm(self) -> tuple[Tensor, Tensor]:
+        """‖G_i‖² and Σ_t |left_t|²|right_t|² for each example."""
+        if self.right.shape[1] == 1:
+            square = self.squared_norm_with(self)
+            return square, square
+        products = self._products(self)
+        return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
+
     def squared_norm_with(self, other: Outer) -> Tensor:
         """<G_i, G'_i> for each example: Σ_{t,s} (left_t · left'_s)(right_t · right'_s)."""
         if not self.one_hot and not other.one_hot and self.left.shape[1] == other.left.shape[1] == 1:
             return _dot(self.left, other.left) * _dot(self.right, other.right)
-        rights = torch.bmm(self.right, other.right.transpose(1, 2))
-        return rights.mul_(_left_gram(self, other)).sum((1, 2))
+        return self._products(other).sum((1, 2))
+
+    def _products(self, other: Outer) -> Tensor:
+        return torch.bmm(self.right, other.right.transpose(1, 2)).mul_(_left_gram(self, other))
 
 
 @dataclass(frozen=True)

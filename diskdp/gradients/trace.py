@@ -41,6 +41,11 @@ class Source:
     view: str = "other"  # ... of this kind: "same", "transpose", "broadcast" or "other"
 
     @property
+    def expanded(self) -> bool:
+        """Whether it shows each number of its base several times, as a token repeated for every example does."""
+        return self.view == "broadcast" and self.base is not None and self.value.numel() > self.base.value.numel()
+
+    @property
     def parameter(self) -> bool:
         return self.base is None and self.leaves.get(self.name) is self.node
 
@@ -129,6 +134,8 @@ class Call:
 
     def tap(self, output: Tensor, targets: Sequence[Source | None], saved: Sequence[Tensor], build: Build) -> Tensor:
         """Watch ``output``; ``build`` makes the terms once its gradient is known."""
+        if any(output is t for t in flat_tensors(self.args, self.kwargs)):  # x.to(w) may be x itself
+            output = output.clone()
         if output._is_view():  # in-place operations on what follows must not reach through a view
             output = torch.ops.aten._unsafe_view.default(output, output.shape)
         names = tuple(dict.fromkeys(name for s in targets if s is not None for name in s.leaves))
@@ -177,6 +184,7 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.rules = rules
+        self.moving = False  # whether the data picked rows: ownership then differs from batch to batch
         self._sink: Sink | None = None
         self.anchor = torch.zeros((), requires_grad=True)  # makes every tap reachable from the loss
         self.log: list[tuple[str, tuple[str, ...]]] = []  # operation and parameters of each use
@@ -187,8 +195,10 @@ class Trace(TorchFunctionMode):
             leaf = value.detach().requires_grad_()
             self.sources[id(parameter)] = Source(name, value, leaf, {name: leaf})
         self._data: dict[int, weakref.ref[Tensor]] = {}
+        self._lengths: set[int] = set()  # first axes of the batch's tensors
         for tensor in data:
             self._note(tensor)
+            self._lengths.update(tensor.shape[:1])
 
     def new_use(self, operation: str, targets: tuple[str, ...], build: Build) -> Use:
         self.log.append((operation, targets))
@@ -223,10 +233,20 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         touched, sources = list(flat_tensors(args, kwargs)), self.sources
+        if getattr(func, "__name__", "") in _PICKING and any(
+            not t.is_floating_point() and self.is_data(t) for t in touched
+        ):
+            self.moving = True
         if not any(id(t) in sources for t in touched):
             if func in self.rules.guards:
                 self.rules.guards[func](Call(self, func, args, kwargs))
-            if func in _BACKWARD:  # recomputation in the backward pass must be seen too
+            if func in _BACKWARD:
+                if self._sink is None and kwargs.get("create_graph"):
+                    raise GradientError(
+                        f"{func.__name__} with create_graph=True inside the loss: a second derivative's uses of the "
+                        "parameters cannot be seen; remove the gradient penalty"
+                    )
+                # recomputation in the backward pass must be seen too
                 with self:
                     return without_override(func)(*args, **kwargs)
             return self._run_on_data(func, touched, args, kwargs)
@@ -241,6 +261,10 @@ class Trace(TorchFunctionMode):
             return func(*replaced(args, call.value), **replaced(kwargs, call.value))
         if func is torch.Tensor.detach:
             return call.value(args[0])
+        if func in _SHAPE_OF_DATA and id(args[0]) not in sources:  # data takes a parameter's shape or dtype
+            return self._run_on_data(func, touched[:1], tuple(replaced(args, call.value)), replaced(kwargs, call.value))
+        if self._is_lookup(func, args, sources):
+            return self.rules.rules[func](call)
         if not any(id(t) not in sources and self.is_data(t) for t in touched) or func in _SHAPE_OF_DATA:
             return self._derive(call)
         if func in self.rules.rules:
@@ -261,6 +285,12 @@ class Trace(TorchFunctionMode):
                 self._note(tensor)
         return result
 
+    def _is_lookup(self, func: Any, args: tuple[Any, ...], sources: Mapping[int, Source]) -> bool:
+        """Constant row numbers with the batch's length in front, such as zeros_like(ids): looked up like data."""
+        if func is not torch.nn.functional.embedding or len(args) < 2 or id(args[0]) in sources:
+            return False
+        return args[0].dim() > 1 and args[0].shape[0] > 1 and args[0].shape[0] in self._lengths
+
     def _derive(self, call: Call) -> Any:
         """Run an operation on parameters and constants alone; what it returns is a source again."""
         args, kwargs, func = call.args, call.kwargs, call.function
@@ -273,7 +303,10 @@ class Trace(TorchFunctionMode):
             return value if source is None else source.node
 
         result = func(*replaced(args, node), **replaced(kwargs, node))
-        for output in flat_tensors((result,), {}):
+        outputs = list(flat_tensors((result,), {}))
+        if call.in_place and isinstance(args[0], Tensor):
+            outputs.append(args[0])  # a constant that parameters were written into
+        for output in outputs:
             if output.requires_grad:
                 self.sources[id(output)] = _derived(call, output, inputs)
                 self._alive.append(output)
@@ -370,5 +403,11 @@ def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
 
 _BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
 _DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_PICKING = frozenset(
+    {"__getitem__", "__setitem__", "index_select", "gather", "take", "take_along_dim", "masked_select", "index_put"}
+    | {"index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add"}
+    | {"scatter_add_", "scatter_reduce", "masked_scatter", "masked_scatter_", "nonzero", "argwhere"}
+)
 _IN_PLACE_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
-_SHAPE_OF_DATA = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.type_as})
+# operations whose second argument lends its shape, dtype or device alone
+_SHAPE_OF_DATA = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.type_as, torch.Tensor.to})

@@ -18,6 +18,9 @@ def elementwise(call: Call) -> Tensor:
     """Any operation that works element by element on the broadcast shape of its tensors."""
     if call.in_place and call.source(call.args[0]) is not None:
         raise call.refuse("writes data into a tensor computed from parameters; write the operation out of place")
+    dtypes = {t.dtype for t in flat_tensors(call.args, call.kwargs) if t.is_floating_point()}
+    if len(dtypes) > 1 and any(source.value.dim() == 0 for source in call.sources()):
+        return per_example_vjp(call)  # an expanded scalar would take part in type promotion
     shape = torch.broadcast_shapes(*(t.shape for t in flat_tensors(call.args, call.kwargs)))
 
     def watch(value: Tensor) -> Tensor:
@@ -39,10 +42,19 @@ def moving(call: Call) -> Tensor:
     return result
 
 
+def assignment(call: Call) -> None:
+    """x[index] = parameter: the parameter in the shape of what it is written to."""
+    target, index, value = call.args
+    source = call.source(value)
+    if source is None or call.source(target) is not None:
+        raise call.refuse("writes data into a tensor computed from parameters; write the operation out of place")
+    target[index] = call.watch(source, target[index].shape)
+
+
 def expanded_or_vjp(call: Call) -> Tensor:
     """Without a rule: watch sources that were expanded over the batch, else differentiate the operation."""
     sources = call.sources()
-    if sources and all(source.view == "broadcast" for source in sources):
+    if sources and all(source.expanded for source in sources):
         return moving(call)
     return per_example_vjp(call)
 
@@ -60,7 +72,7 @@ _BINARY = (
     "minimum",
     "pow",
 )
-_TERNARY = ("where", "lerp", "addcmul", "addcdiv", "masked_fill", "clamp")
+_TERNARY = ("where", "lerp", "addcmul", "addcdiv", "clamp")
 _DUNDERS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow")
 _IN_PLACE = (
     "add_",
@@ -83,5 +95,6 @@ def _named(*names: str) -> list[Callable[..., object]]:
 
 RULES: list[tuple[list[Callable[..., object]], Rule]] = [
     (_named(*_BINARY, *_TERNARY, *_IN_PLACE, *(f"__{name}__" for name in _DUNDERS), "rsub"), elementwise),
+    ([torch.Tensor.__setitem__], assignment),
     (_named("cat", "concat", "concatenate", "stack", "hstack", "vstack"), moving),
 ]

@@ -28,6 +28,26 @@ class _Place:
     number: int
 
 
+def _without_bad_rows(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> Sequence[Tensor]:
+    """Inputs without the rows of examples whose gradient is not finite.
+
+    0 · NaN is NaN: they would reach the others through the masked rows. Other examples' infinities (of an attention
+    mask) stay.
+    """
+    bad_B = ~torch.isfinite(owner.by_example(grad).flatten(1)).all(1)
+    if not bool(bad_B.any()):
+        return saved
+    axis, size = owner.layout.axis, grad.shape[owner.layout.axis]
+    row = torch.arange(size, device=grad.device)
+    bad = bad_B[row % owner.batch if owner.layout.innermost else row // (size // owner.batch)]
+    cleaned = []
+    for t in saved:
+        if t.is_floating_point() and t.dim() > axis and t.shape[axis] == size:
+            t = t.masked_fill(bad.view([-1 if i == axis else 1 for i in range(t.dim())]), 0)
+        cleaned.append(t)
+    return cleaned
+
+
 def per_example_vjp(call: Call) -> Any:
     """Run the operation, save its arguments, differentiate it for each example in the backward pass."""
     if call.in_place:
@@ -50,8 +70,7 @@ def per_example_vjp(call: Call) -> Any:
     function, args, kwargs = call.function, replaced(call.args, place), replaced(call.kwargs, place)
 
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
-        # 0 · NaN is NaN: what is not finite in one example must not reach the others through the masked rows
-        inputs = [t.nan_to_num(0.0, 0.0, 0.0) if t.is_floating_point() else t for t in saved]
+        inputs = _without_bad_rows(saved, grad, owner)
         leaves = [source.value.detach().to(grad.dtype).requires_grad_() for source in sources]
 
         def again(at: _Place) -> Tensor:
@@ -59,6 +78,8 @@ def per_example_vjp(call: Call) -> Any:
 
         with torch.enable_grad():
             output = function(*replaced(args, again, _Place), **replaced(kwargs, again, _Place))
+        if not output.requires_grad:
+            return []  # the operation took no more than a shape or a dtype
         pieces: list[tuple[Tensor, ...]] = []
         step = max(1, MAX_ELEMENTS // max(1, grad.numel()))
         for start in range(0, owner.batch, step):

@@ -1,0 +1,474 @@
+"""Attacks on the engine and the step that were found by review: each would break a guarantee in silence."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from diskdp import DiSK, NoFilter, Plan, clipped_gradient, privatize
+from diskdp.errors import CheckpointError, GradientError, SamplingError
+from diskdp.gradients import Engine
+from diskdp.ledger import Ledger
+from tests import oracle
+from tests.models import Lambda, classify, parameter
+
+torch.set_num_threads(1)
+
+
+def error(model: nn.Module, batch: tuple[Tensor, ...], loss: Any, max_norm: float = 1.0) -> float:
+    exact = oracle.clipped(oracle.per_example(copy.deepcopy(model).double(), _double(batch), loss), "flat", max_norm)
+    return oracle.relative_error(clipped_gradient(model, batch, loss, max_norm=max_norm)[0], exact)
+
+
+def _double(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.double() if t.is_floating_point() else t for t in batch)
+
+
+# --- sensitivity ------------------------------------------------------------------------------------------------------
+
+
+def test_cancelling_rows_are_not_longer_than_the_threshold() -> None:
+    """Two large, nearly equal rows with opposite gradients: in float32 their Gram matrix says 0."""
+    torch.manual_seed(0)
+    model = nn.Linear(100, 100)
+    x = 1000 + torch.randn(100) + 0.01 * torch.randn(4, 2, 100)
+    direction = torch.randn(100)
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        h = model(batch[0])
+        return 100 * ((h[:, 0] - h[:, 1]) @ direction.to(h))
+
+    for i in range(4):
+        grads, norms = clipped_gradient(model, (x[i : i + 1],), loss)
+        exact = oracle.norm(oracle.per_example(copy.deepcopy(model).double(), (x[i : i + 1].double(),), loss)[0])
+        assert norms.item() == pytest.approx(exact, rel=0.02)
+        assert 0.8 < oracle.norm(grads) <= 1.0
+
+
+def test_cancelling_patches_are_not_longer_than_the_threshold() -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(8, 8), nn.Flatten(), nn.Linear(8 * 36, 4))
+    x, y = torch.randn(6, 3, 6, 6) * 0.1 + 50, torch.randint(0, 4, (6,))
+    for i in range(6):
+        grads, _ = clipped_gradient(model, (x[i : i + 1], y[i : i + 1]), classify, max_norm=1e-3)
+        assert oracle.norm(grads) <= 1e-3
+
+
+# --- who owns a row ---------------------------------------------------------------------------------------------------
+
+
+class SortedByLength(nn.Module):
+    """Examples are reordered by their data, as packed sequences are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        h = torch.tanh(self.inner(x[order]))
+        return self.head(h[order.argsort()])
+
+
+def test_rows_that_the_data_reorders() -> None:
+    """A batch in order is exact; one out of order is refused aloud, although its shapes were seen before."""
+    torch.manual_seed(2)
+    model, labels = SortedByLength(), torch.randint(0, 4, (6,))
+    ordered = torch.arange(6.0)[:, None] + torch.randn(6, 6) * 0.1
+    assert error(model, (ordered, labels), classify, 0.2) < 1e-5
+    with pytest.raises(GradientError, match="mixes examples"):
+        error(model, (ordered.flip(0), labels), classify, 0.2)
+
+
+def test_rows_that_a_mask_packs() -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleDict({"inner": nn.Linear(6, 5), "head": nn.Linear(5, 4)})
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        x, mask, y = batch
+        h = torch.zeros(*x.shape[:2], 5, dtype=x.dtype).masked_scatter(
+            mask.unsqueeze(2), model["inner"](x[mask]).tanh()
+        )
+        return F.cross_entropy(model["head"](h.sum(1)), y, reduction="none")
+
+    x, y = torch.randn(4, 3, 6), torch.randint(0, 4, (4,))
+    assert error(model, (x, torch.ones(4, 3, dtype=torch.bool), y), loss, 0.3) < 1e-5
+    ragged = torch.arange(3)[None] < torch.tensor([1, 3, 2, 2])[:, None]
+    with pytest.raises(GradientError):
+        error(model, (x, ragged, y), loss, 0.3)
+
+
+def test_few_live_examples_do_not_settle_the_axis() -> None:
+    """Time first, as many steps as examples, one example with a loss: every axis explains that batch."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(batch[0])[0].square().mean(1) * batch[1]
+
+    x = torch.randn(4, 4, 5)
+    engine = Engine(model, loss)
+    engine.gradients((x, torch.tensor([1.0, 0.0, 0.0, 0.0])), [(1.0, None)])
+    gradients = engine.gradients((x, torch.ones(4)), [(1.0, None)])
+    for i, exact in enumerate(oracle.per_example(model, (x, torch.ones(4)), loss, axes=(1, 0))):
+        for name, terms in gradients.terms.items():
+            found = sum(t.per_example()[i] for t in terms)
+            assert torch.allclose(torch.as_tensor(found).double(), exact[name], atol=1e-6)
+
+
+def test_a_head_that_wakes_up_later() -> None:
+    """Task weights that are 0 in the first batch: the head's rows are assigned when its gradient arrives."""
+    torch.manual_seed(5)
+    model = nn.ModuleDict({"trunk": nn.Linear(6, 5), "a": nn.Linear(5, 3), "b": nn.Linear(5, 3)})
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        h = model["trunk"](batch[0]).tanh()
+        return model["a"](h).square().mean(1) + batch[1] * model["b"](h).square().mean(1)
+
+    def once(model: Any, batch: Any) -> Tensor:
+        return loss(model, batch)
+
+    engine = Engine(model, once)
+    x = torch.randn(6, 6)
+    engine.gradients((x, torch.zeros(6)), [(1.0, None)])
+    grads = engine.gradients((x, torch.ones(6)), [(1.0, None)])
+    assert all(grads.terms.values())
+    assert error(model, (x, torch.ones(6)), once) < 1e-5
+
+
+@pytest.mark.parametrize("first_padded", [False, True])
+def test_infinite_attention_masks_stay(first_padded: bool) -> None:
+    torch.manual_seed(6)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = Lambda(
+        lambda m, x, mask: m.a(m.q.expand(len(x), -1, -1), x, x, key_padding_mask=mask, need_weights=False)[0].mean(1),
+        a=attention,
+        q=parameter(1, 2, 8),
+    )
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return model(batch[0], batch[1]).square().mean(1)
+
+    x = torch.randn(5, 4, 8)
+    padded = torch.arange(4)[None] >= torch.tensor([4, 2, 3, 1, 4])[:, None]
+    for mask in (padded, torch.zeros(5, 4, dtype=torch.bool))[:: 1 if first_padded else -1]:
+        assert error(model, (x, mask), loss, 0.05) < 1e-5
+
+
+# --- examples that look at one another --------------------------------------------------------------------------------
+
+
+def standardised(m: Any, x: Tensor) -> Tensor:
+    return m.l((x - x.mean(0)) / x.std(0))
+
+
+MIXING: dict[str, Any] = {
+    "the largest entry": lambda m, b: m(b[0] / b[0].abs().max()).square().mean(1),
+    "the batch's length": lambda m, b: m(b[0]).square().mean(1) / len(b[0]),
+    "small losses": lambda m, b: m((b[0] - b[0].mean(0)) / b[0].std(0)).square().mean(1) * 1e-7,
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("seed", range(4))
+def test_mixing_is_found_whichever_example_carries_it(name: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    with pytest.raises(GradientError, match="one example's data"):
+        clipped_gradient(nn.Linear(6, 4), (torch.randn(8, 6),), MIXING[name])
+
+
+@dataclasses.dataclass
+class Record:
+    x: Tensor
+
+
+class Plain:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@pytest.mark.parametrize("wrap", [Record, Plain, lambda x: {"x": x}, lambda x: Plain(x.numpy())])
+def test_mixing_is_found_in_any_container(wrap: Any) -> None:
+    def read(batch: Any) -> Tensor:
+        x = batch["x"] if isinstance(batch, dict) else batch.x
+        return torch.as_tensor(x)
+
+    def honest(m: Any, b: Any) -> Tensor:
+        return m(read(b)).square().mean(1)
+
+    def mixing(m: Any, b: Any) -> Tensor:
+        return m(read(b) - read(b).mean(0)).square().mean(1)
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(6, 4), torch.randn(8, 6)
+    grads, _ = clipped_gradient(model, wrap(x), honest)
+    plain, _ = clipped_gradient(model, {"x": x}, honest)
+    assert all(torch.allclose(grads[name], plain[name], atol=1e-6) for name in plain)
+    with pytest.raises(GradientError, match="one example's data"):
+        clipped_gradient(model, wrap(x), mixing)
+
+
+def test_a_batch_that_cannot_be_taken_apart() -> None:
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(torch.tensor(np.frombuffer(b, np.float32).reshape(8, 6).copy())).square().mean(1)
+
+    with pytest.raises(GradientError, match="no part of the batch"):
+        clipped_gradient(nn.Linear(6, 4), np.random.default_rng(0).random((8, 6), np.float32).tobytes(), loss)
+
+
+def test_a_trainable_tensor_outside_the_model() -> None:
+    temperature = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(GradientError, match="trainable tensor of shape"):
+        clipped_gradient(nn.Linear(6, 4), (torch.randn(8, 6),), lambda m, b: (m(b[0]) * temperature).square().mean(1))
+    assert temperature.grad is None
+
+
+def test_second_derivatives_in_the_loss() -> None:
+    def loss(m: Any, b: Any) -> Tensor:
+        x = b[0].clone().requires_grad_()
+        value = m(x).square().mean(1)
+        (slope,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+        return value + 1e-4 * slope.square().sum(1)
+
+    with pytest.raises(GradientError, match="create_graph"):
+        clipped_gradient(nn.Linear(6, 4), (torch.randn(8, 6),), loss)
+
+
+def test_a_small_hidden_use() -> None:
+    class Hidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            return grad @ weight.t(), x.t() @ grad
+
+    model = Lambda(lambda m, x: x @ m.w + 1e-5 * Hidden.apply(x, m.w), w=parameter(6, 4))
+    with pytest.raises(GradientError, match="custom autograd Function Hidden"):
+        clipped_gradient(model, (torch.randn(8, 6),), lambda m, b: m(b[0]).square().mean(1))
+
+
+def test_settings_that_change_between_calls() -> None:
+    model = Lambda(lambda m, x: m.l((x - x.mean(0)) if m.centre else x), l=nn.Linear(6, 4))
+    model.centre = False
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(b[0]).square().mean(1)
+
+    clipped_gradient(model, (torch.randn(8, 6),), loss)
+    model.centre = True
+    with pytest.raises(GradientError, match="one example's data"):
+        clipped_gradient(model, (torch.randn(8, 6),), loss)
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def test_a_non_finite_loss_counts_the_same_whoever_else_is_bad() -> None:
+    torch.manual_seed(7)
+    model, x = nn.Linear(6, 1), torch.randn(4, 6)
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(b[0]).squeeze(1) * b[1] + b[2]
+
+    infinite = torch.tensor([float("inf"), 0.0, 0.0, 0.0])
+    one, _ = clipped_gradient(model, (x, torch.ones(4), infinite), loss)
+    two, _ = clipped_gradient(model, (x, torch.tensor([1.0, 1.0, 1.0, float("nan")]), infinite), loss)
+    alone, _ = clipped_gradient(model, (x[3:], torch.ones(1), torch.zeros(1)), loss)
+    assert all(torch.allclose(one[name] - two[name], alone[name], atol=1e-6) for name in one)
+
+
+def test_nothing_aborts_on_a_first_batch_without_finite_numbers() -> None:
+    model = nn.Linear(6, 4)
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(b[0]).square().mean(1)
+
+    grads, norms = clipped_gradient(model, (torch.full((5, 6), float("nan")),), loss)
+    assert not any(g.any() for g in grads.values())
+    assert not torch.isfinite(norms).any() or not norms.any()
+    assert error(model, (torch.randn(5, 6),), loss) < 1e-5
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not() -> None:
+    torch.manual_seed(8)
+    model = nn.Linear(6, 4, bias=False)
+    x = torch.randn(5, 6)
+    x[2] = 0  # sqrt has no slope at 0
+
+    def loss(m: Any, b: Any) -> Tensor:
+        return m(b[0]).square().sum(1).sqrt()
+
+    grads, _ = clipped_gradient(model, (x,), loss)
+    rest, _ = clipped_gradient(model, (x[[0, 1, 3, 4]],), loss)
+    assert torch.allclose(grads["weight"], rest["weight"], atol=1e-6)
+
+
+def test_empty_batches_and_points() -> None:
+    model = nn.Linear(6, 4)
+    grads, norms = clipped_gradient(model, (torch.randn(0, 6),), lambda m, b: m(b[0]).square().mean(1))
+    assert norms.shape == (0,)
+    assert not any(g.any() for g in grads.values())
+    for points in ([], [(0.0, None)]):
+        with pytest.raises(GradientError, match="no point"):
+            clipped_gradient(model, (torch.randn(3, 6),), lambda m, b: m(b[0]).square().mean(1), points)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"weigth": torch.zeros(4, 6)}, "no trainable parameter"), ({"weight": torch.zeros(6)}, "has shape")],
+)
+def test_points_of_another_model(values: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(GradientError, match=message):
+        clipped_gradient(nn.Linear(6, 4), (torch.randn(3, 6),), lambda m, b: m(b[0]).sum(1), [(1.0, values)])
+
+
+# --- uses that were refused without need ------------------------------------------------------------------------------
+
+USES: dict[str, tuple[nn.Module, Any]] = {
+    "cosine": (Lambda(lambda m, x: F.cosine_similarity(x, m.p[None]), p=parameter(6)), None),
+    "einsum-unsqueezed": (Lambda(lambda m, x: torch.einsum("bd,xd->b", x, m.p.unsqueeze(0)), p=parameter(6)), None),
+    "view-as": (Lambda(lambda m, x: x @ m.a.view_as(m.b) @ m.b.t(), a=parameter(24), b=parameter(6, 4)), None),
+    "type-of-weight": (Lambda(lambda m, x: m.l(x.type_as(m.l.weight)).to(m.l.weight.dtype), l=nn.Linear(6, 4)), None),
+    "to-weight": (Lambda(lambda m, x: m.l(x.to(m.l.weight)), l=nn.Linear(6, 4)), None),
+    "masked-fill": (Lambda(lambda m, x: m.l(x.masked_fill(x > 1, m.s)), l=nn.Linear(6, 4), s=parameter()), None),
+    "small-variance": (
+        Lambda(lambda m, x: m.l(x / m.v.sqrt()), l=nn.Linear(6, 4), v=nn.Parameter(torch.full((6,), 0.001))),
+        None,
+    ),
+}
+
+
+def assigned(m: Any, x: Tensor) -> Tensor:
+    h = x.new_zeros(len(x), 3, 6)
+    h[:, 0] = m.token
+    h[:, 1] = x
+    return m.l(h.flatten(1))
+
+
+USES["assignment"] = (Lambda(assigned, token=parameter(6), l=nn.Linear(18, 4)), None)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_reasonable_uses_are_exact(name: str) -> None:
+    torch.manual_seed(9)
+    model, _ = USES[name]
+    x = torch.randn(5, 6)
+    before = x.clone()
+    assert error(model, (x,), lambda m, b: m(b[0]).flatten(0).view(len(b[0]), -1).square().mean(1), 0.1) < 1e-5
+    assert torch.equal(x, before)
+    assert x.grad_fn is None
+
+
+def test_constant_numbers_of_the_batchs_length_take_no_square_memory() -> None:
+    model = Lambda(
+        lambda m, x: m.l(x + m.e(torch.zeros(x.shape[:2], dtype=torch.long))), l=nn.Linear(6, 4), e=nn.Embedding(2, 6)
+    )
+    engine = Engine(model, lambda m, b: m(b[0]).square().mean((1, 2)))
+    assert engine.gradients((torch.randn(5, 3, 6),), [(1.0, None)]).operations["e.weight"] == "embedding"
+
+
+def test_sparse_gradients_in_the_model() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Flatten(), nn.Linear(15, 4))
+    assert error(model, (torch.randint(0, 9, (6, 3)), torch.randint(0, 4, (6,))), classify) < 1e-5
+
+
+def test_writing_into_the_batch_is_refused() -> None:
+    with pytest.raises(GradientError, match="writes into its batch"):
+        clipped_gradient(nn.Linear(6, 4), (torch.randn(5, 6),), lambda m, b: m(b[0].mul_(2)).sum(1))
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+N = 40
+
+
+def training(filter: Any = NoFilter(), optimizer: Any = torch.optim.SGD, **options: Any) -> Any:  # noqa: B008
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    plan = Plan(dataset_size=N, batch_size=10, steps=8, noise_multiplier=2.0, delta=1e-3)
+    made = optimizer(model.parameters(), **{"lr": 0.1, **options})
+    return privatize(model, made, plan, loss_fn=classify, filter=filter)
+
+
+def data() -> TensorDataset:
+    torch.manual_seed(1)
+    return TensorDataset(torch.randn(N, 6), torch.randint(0, 4, (N,)))
+
+
+class Interrupted(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_step_uses_up_its_noise_and_its_sample() -> None:
+    private = training(optimizer=Interrupted)
+    batch = next(iter(private.loader(data())))
+    secret = private._secret
+    with pytest.raises(KeyboardInterrupt):
+        private.step(batch)
+    assert private.steps_charged == 1
+    assert private._secret is not secret
+    with pytest.raises(SamplingError):
+        private.step(batch)
+
+
+def test_a_training_cannot_be_copied() -> None:
+    private = training()
+    for make in (copy.copy, copy.deepcopy):
+        with pytest.raises(SamplingError, match="same noise"):
+            make(private)
+
+
+def test_optimizers_cannot_write_into_the_filter() -> None:
+    """Nesterov momentum in its foreach form adds into the gradients it is given."""
+    weights = []
+    for foreach in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+        plan = Plan(dataset_size=N, batch_size=10, steps=8, noise_multiplier=2.0, delta=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+        private = privatize(model, optimizer, plan, loss_fn=classify, filter=DiSK(0.7, 0.5), seed=1)
+        for batch in private.loader(data()):
+            private.step(batch)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.allclose(*weights, atol=1e-5)
+
+
+def test_freezing_after_privatize_is_refused() -> None:
+    private = training()
+    loader = iter(private.loader(data()))
+    private.model[0].requires_grad_(False)
+    with pytest.raises(GradientError, match="trainable parameters has changed"):
+        private.step(next(loader))
+
+
+def test_a_torn_ledger_line_counts_and_stays_readable(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, "abc")
+    ledger.record(0)
+    with path.open("ab") as file:
+        file.write(b'{"plan": "abc", "st')
+    assert Ledger(path, "abc").spent == 2
+    torn = Ledger(path, "abc")
+    torn.record(1)
+    assert Ledger(path, "abc").spent == 3
+    with pytest.raises(CheckpointError, match="another plan"):
+        Ledger(path, "other")
+    path.write_text("not a ledger\n")
+    with pytest.raises(CheckpointError, match="line 1 is damaged"):
+        Ledger(path, "abc")
