@@ -145,12 +145,17 @@ class PrivateTraining:
         for microbatch in batch.microbatches():
             for weight, clipped in self._clipped(microbatch):
                 total.add(weight, clipped)
+        sums = total.sums(self._parameters)
+        if sums.keys() != self._parameters.keys():
+            raise GradientError(
+                "the set of trainable parameters has changed since privatize(); freeze or unfreeze before, or make a "
+                "new private training"
+            )
         try:
             self._ledger.record(self._step)  # before anything noised exists
             std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
-            noised = self._noise.add(total.sums(self._parameters), std, self._step, in_place=True)
+            noised = self._noise.add(sums, std, self._step, divisor=float(self.plan.batch_size), in_place=True)
             gradients = [noised[name] for name in self._parameters]
-            torch._foreach_div_(gradients, float(self.plan.batch_size))
             self._update(gradients, self._filter_state.update(gradients))
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
@@ -220,11 +225,6 @@ class PrivateTraining:
     def _accept(self, batch: LogicalBatch) -> None:
         if os.getpid() != self._process:
             self._renew_secret()  # after a fork two processes would share it
-        if self._engine.parameters().keys() != self._parameters.keys():
-            raise GradientError(
-                "the set of trainable parameters has changed since privatize(); freeze or unfreeze before, or make a "
-                "new private training"
-            )
         if not isinstance(batch, LogicalBatch) or batch.loader_id != self._loader_id:
             raise SamplingError(
                 f"step() was given {type(batch).__name__ if not isinstance(batch, LogicalBatch) else 'a batch'} that "

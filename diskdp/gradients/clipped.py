@@ -122,11 +122,12 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
 def _by_group(norms: Mapping[str, Norms], groups: list[list[str]], like_B: Tensor) -> tuple[Tensor, Tensor]:
     """Squares and scatters of the groups, [G, B] in float64."""
     nothing = like_B.new_zeros(len(like_B), dtype=torch.float64)
-    both = []
+    squares, scatter = [], []
     for group in groups:
         own = [norms[name] for name in group if name in norms]
-        both.append((sum((n.squares_B for n in own), nothing), sum((n.scatter_B for n in own), nothing)))
-    return torch.stack([squares for squares, _ in both]), torch.stack([scatter for _, scatter in both])
+        squares.append(torch.stack([n.squares_B for n in own]).double().sum(0) if own else nothing)
+        scatter.append(torch.stack([n.scatter_B for n in own]).double().sum(0) if own else nothing)
+    return torch.stack(squares), torch.stack(scatter)
 
 
 def _coarsest(norms: Mapping[str, Norms]) -> torch.dtype:

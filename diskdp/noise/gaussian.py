@@ -57,8 +57,10 @@ class GaussianNoise:
         self._secret = secret
         self._workspaces: dict[tuple[Kind, int], _Workspace] = {}
 
-    def add(self, sums: Mapping[str, Tensor], std: float, step: int, in_place: bool = False) -> dict[str, Tensor]:
-        """The tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
+    def add(
+        self, sums: Mapping[str, Tensor], std: float, step: int, *, divisor: float = 1.0, in_place: bool = False
+    ) -> dict[str, Tensor]:
+        """The tensors `(sum + std * z) / divisor`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
 
         New tensors, unless `in_place` gives up the sums: those that have the result's dtype and lie contiguous on the
         CPU are then overwritten. The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on
@@ -67,7 +69,8 @@ class GaussianNoise:
         if not 0 <= std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
         if std == 0:
-            return {name: t.detach().to(_result_dtype(t), copy=not in_place) for name, t in sums.items()}
+            plain = {name: t.detach().to(_result_dtype(t), copy=not in_place) for name, t in sums.items()}
+            return {name: t if divisor == 1 else t.div_(divisor) for name, t in plain.items()}
         noised: dict[str, Tensor] = {}
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in sums.items():
@@ -81,13 +84,13 @@ class GaussianNoise:
             pieces[result.dtype] += _cut(name, base.numpy().reshape(-1), result)
         key = self._secret.derive("noise", step)
         for kind, cut in pieces.items():
-            self._run(kind, _batches(cut), key, std)
+            self._run(kind, _batches(cut), key, std, divisor)
         for name, tensor in sums.items():
-            if not tensor.is_cpu:
-                noised[name] = noised[name].to(tensor.device).add_(tensor.detach())
+            if not tensor.is_cpu:  # the pieces hold std * z / divisor alone
+                noised[name] = noised[name].to(tensor.device).add_(tensor.detach(), alpha=1 / divisor)
         return noised
 
-    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float) -> None:
+    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float, divisor: float) -> None:
         pairs = sum(piece.pairs for batch in batches for piece in batch)
         workers = max(1, min(torch.get_num_threads(), _MOST_THREADS, pairs // _PAIRS_PER_THREAD))
         for worker in range(workers):
@@ -95,7 +98,7 @@ class GaussianNoise:
                 self._workspaces[kind, worker] = _Workspace(kind)
 
         def work(worker: int) -> None:
-            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std)
+            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std, divisor)
 
         if workers == 1:
             work(0)
@@ -123,7 +126,7 @@ class _Workspace:
         self._angle_words = np.frombuffer(self._angle_bytes, f"<i{kind.itemsize}", BLOCK_PAIRS)
         self._radius, self._first, self._second = (np.empty(BLOCK_PAIRS, kind) for _ in range(3))
 
-    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float) -> None:
+    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float, divisor: float) -> None:
         radius_bytes, angle_bytes = memoryview(self._word_bytes), memoryview(self._angle_bytes)
         angle_size = self._angle_words.itemsize
         for batch in batches:
@@ -142,6 +145,8 @@ class _Workspace:
                 rest = result.size - pairs
                 np.add(addend[:pairs], first[start : start + pairs], out=result[:pairs])
                 np.add(addend[pairs:], second[start : start + rest], out=result[pairs:])
+                if divisor != 1:
+                    np.divide(result, result.dtype.type(divisor), out=result)
                 start += pairs
 
 

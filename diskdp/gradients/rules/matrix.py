@@ -28,7 +28,7 @@ def linear(call: Call) -> Tensor:
         if weight_source is not None:
             terms.append((weight_source, Outer(rows, owner.rows(saved[0]), rows.shape[2])))
         if bias_source is not None:
-            terms.append((bias_source, Direct(rows.sum(1))))
+            terms.append((bias_source, Direct(rows.squeeze(1) if rows.shape[1] == 1 else rows.sum(1))))
         return terms
 
     return call.tap(output, [weight_source, bias_source], [x] if weight_source is not None else [], build)
