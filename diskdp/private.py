@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ class PrivateTraining:
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
+        noise = self._noise_begun()
         total = _Total()
         for microbatch in batch.microbatches():
             for weight, clipped in self._clipped(microbatch):
@@ -153,10 +155,7 @@ class PrivateTraining:
             )
         try:
             self._ledger.record(self._step)  # before anything noised exists
-            std = self.plan.noise_multiplier * self.sensitivity if self.plan.noise_multiplier else 0.0
-            noised = self._noise.add(sums, std, self._step, divisor=float(self.plan.batch_size), in_place=True)
-            gradients = [noised[name] for name in self._parameters]
-            self._update(gradients, self._filter_state.update(gradients))
+            self._update(_means([sums[name] for name in self._parameters], noise, self.plan.batch_size))
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
@@ -242,6 +241,13 @@ class PrivateTraining:
                 f"{self.plan.delta:g}); one more would pass the plan. Training ends here"
             )
 
+    def _noise_begun(self) -> Future[dict[str, Tensor]] | None:
+        """The step's noise on the mean, σSz/B, which is made while the gradients are computed."""
+        if self.plan.noise_multiplier == 0:
+            return None
+        std = self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
+        return self._noise.begin(self._parameters, std, self._step)
+
     def _clipped(self, microbatch: Any) -> list[tuple[float, ClippedSum]]:
         """Clipped sums and the weights they enter with: one for joint clipping, one a point for separate."""
         here, ahead = self.filter.coefficients
@@ -258,8 +264,9 @@ class PrivateTraining:
             results.append((weight, clipped_sum(self._engine, microbatch, [(1.0, values)], self.clipper)))
         return results
 
-    def _update(self, gradients: list[Tensor], filtered: list[Tensor]) -> None:
-        """Hand the filtered gradients to the optimizer and look ahead along the step it took."""
+    def _update(self, gradients: list[Tensor]) -> None:
+        """Filter the privatised gradients, let the optimizer step along them, look ahead along the step it took."""
+        filtered = self._filter_state.update(gradients)
         kept = filtered is not gradients  # the filter's own tensors: an optimizer may write into its gradients
         weights = [p.detach() for p in self._parameters.values()]
         gamma = self.filter.lookahead
@@ -278,6 +285,16 @@ class PrivateTraining:
             parameter.grad = None  # a second optimizer step must not see it
         if gamma is not None and self._lookahead is not None:
             torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
+
+
+def _means(sums: list[Tensor], noise: Future[dict[str, Tensor]] | None, batch_size: int) -> list[Tensor]:
+    """sum/B plus the noise on the mean; the noise's memory, or else the sums', holds the result."""
+    if noise is None:
+        torch._foreach_div_(sums, float(batch_size))
+        return sums
+    noised = [z.to(total.device) for total, z in zip(sums, noise.result().values())]
+    torch._foreach_add_(noised, sums, alpha=1 / batch_size)
+    return noised
 
 
 class _Privatize:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,21 +56,17 @@ class GaussianNoise:
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
         self._workspaces: dict[tuple[Kind, int], _Workspace] = {}
+        self._background: ThreadPoolExecutor | None = None
 
-    def add(
-        self, sums: Mapping[str, Tensor], std: float, step: int, *, divisor: float = 1.0, in_place: bool = False
-    ) -> dict[str, Tensor]:
-        """The tensors `(sum + std * z) / divisor`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
+    def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
+        """New tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
 
-        New tensors, unless `in_place` gives up the sums: those that have the result's dtype and lie contiguous on the
-        CPU are then overwritten. The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on
-        other devices too.
+        The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on other devices too.
         """
         if not 0 <= std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
         if std == 0:
-            plain = {name: t.detach().to(_result_dtype(t), copy=not in_place) for name, t in sums.items()}
-            return {name: t if divisor == 1 else t.div_(divisor) for name, t in plain.items()}
+            return {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
         noised: dict[str, Tensor] = {}
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in sums.items():
@@ -79,18 +75,44 @@ class GaussianNoise:
                 base = tensor.detach().to(dtype).contiguous()
             else:
                 base = torch.zeros(tensor.shape, dtype=dtype)
-            noised[name] = base if in_place else torch.empty_like(base)
+            noised[name] = torch.empty_like(base)
             result = noised[name].numpy().reshape(-1)
             pieces[result.dtype] += _cut(name, base.numpy().reshape(-1), result)
         key = self._secret.derive("noise", step)
         for kind, cut in pieces.items():
-            self._run(kind, _batches(cut), key, std, divisor)
+            self._run(kind, _batches(cut), key, std)
         for name, tensor in sums.items():
-            if not tensor.is_cpu:  # the pieces hold std * z / divisor alone
-                noised[name] = noised[name].to(tensor.device).add_(tensor.detach(), alpha=1 / divisor)
+            if not tensor.is_cpu:
+                noised[name] = noised[name].to(tensor.device).add_(tensor.detach())
         return noised
 
-    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float, divisor: float) -> None:
+    def begin(self, like: Mapping[str, Tensor], std: float, step: int) -> Future[dict[str, Tensor]]:
+        """Start making `std * z` for tensors of these names and shapes, on the CPU, beside whatever else goes on.
+
+        The same z that `add` would use. Noise does not depend on data, so it can be made while gradients are computed.
+
+        >>> noise, sums = GaussianNoise(Secret.from_seed(0)), {"weight": torch.zeros(3, 2)}
+        >>> bool((noise.begin(sums, 2.0, step=0).result()["weight"] == noise.add(sums, 2.0, step=0)["weight"]).all())
+        True
+        """
+        if not 0 < std < math.inf:
+            raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and positive")
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, "diskdp-noise")
+        shapes = {name: (t.shape, _result_dtype(t)) for name, t in like.items()}
+        return self._background.submit(self._draw, shapes, std, step)
+
+    def _draw(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], std: float, step: int) -> dict[str, Tensor]:
+        drawn = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
+        for name, tensor in drawn.items():
+            result = tensor.numpy().reshape(-1)
+            pieces[result.dtype] += _cut(name, None, result)
+        for kind, cut in pieces.items():
+            self._run(kind, _batches(cut), self._secret.derive("noise", step), std)
+        return drawn
+
+    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float) -> None:
         pairs = sum(piece.pairs for batch in batches for piece in batch)
         workers = max(1, min(torch.get_num_threads(), _MOST_THREADS, pairs // _PAIRS_PER_THREAD))
         for worker in range(workers):
@@ -98,7 +120,7 @@ class GaussianNoise:
                 self._workspaces[kind, worker] = _Workspace(kind)
 
         def work(worker: int) -> None:
-            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std, divisor)
+            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std)
 
         if workers == 1:
             work(0)
@@ -112,7 +134,7 @@ class _Piece(NamedTuple):
 
     keystream_block: int
     pairs: int
-    addend: Array
+    addend: Array | None
     result: Array
 
 
@@ -126,7 +148,7 @@ class _Workspace:
         self._angle_words = np.frombuffer(self._angle_bytes, f"<i{kind.itemsize}", BLOCK_PAIRS)
         self._radius, self._first, self._second = (np.empty(BLOCK_PAIRS, kind) for _ in range(3))
 
-    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float, divisor: float) -> None:
+    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float) -> None:
         radius_bytes, angle_bytes = memoryview(self._word_bytes), memoryview(self._angle_bytes)
         angle_size = self._angle_words.itemsize
         for batch in batches:
@@ -143,10 +165,12 @@ class _Workspace:
             for piece in batch:
                 _, pairs, addend, result = piece
                 rest = result.size - pairs
-                np.add(addend[:pairs], first[start : start + pairs], out=result[:pairs])
-                np.add(addend[pairs:], second[start : start + rest], out=result[pairs:])
-                if divisor != 1:
-                    np.divide(result, result.dtype.type(divisor), out=result)
+                if addend is None:
+                    result[:pairs] = first[start : start + pairs]
+                    result[pairs:] = second[start : start + rest]
+                else:
+                    np.add(addend[:pairs], first[start : start + pairs], out=result[:pairs])
+                    np.add(addend[pairs:], second[start : start + rest], out=result[pairs:])
                 start += pairs
 
 
@@ -191,13 +215,14 @@ def _result_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _cut(name: str, addend: Array, result: Array) -> Iterator[_Piece]:
+def _cut(name: str, addend: Array | None, result: Array) -> Iterator[_Piece]:
     """A tensor in pieces. Its name's hash is its place among the keystream's 2**128 blocks: no two meet."""
     origin = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
     for start in range(0, result.size, 2 * BLOCK_PAIRS):
         stop = min(start + 2 * BLOCK_PAIRS, result.size)
         block = origin + start // 2  # a pair takes at most one block of 16 bytes
-        yield _Piece(block, (stop - start + 1) // 2, addend[start:stop], result[start:stop])
+        part = None if addend is None else addend[start:stop]
+        yield _Piece(block, (stop - start + 1) // 2, part, result[start:stop])
 
 
 def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
