@@ -88,9 +88,9 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
 
 
 def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> ClippedSum:
-    names = list(gradients.terms)
-    groups = clipper.groups(names)
-    terms: Mapping[str, list[Term]] = gradients.terms
+    """Takes the terms out of ``gradients`` as they are summed, so that their memory is free for what follows."""
+    terms = gradients.terms
+    groups = clipper.groups(list(terms))
     norms = {name: squared_norms(own, choose(own)) for name, own in terms.items() if own}
     kept = {name: own.kept for name, own in norms.items()}
     finite_B = torch.isfinite(gradients.losses_B)
@@ -104,7 +104,8 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
         squares_GB[:, again_B], _ = _by_group(exact, groups, finite_B[index])
     bad_B = ~(torch.isfinite(squares_GB).all(0) & finite_B)
     if bool(bad_B.any()):
-        terms = {name: [t.without(bad_B) for t in own] for name, own in terms.items()}
+        for own_terms in terms.values():
+            own_terms[:] = [t.without(bad_B) for t in own_terms]
         kept = {name: None if own is None else Direct(own).without(bad_B).grads for name, own in kept.items()}
     norms_GB = squares_GB.clamp_(min=0).sqrt()
     dtype = _coarsest(norms)
@@ -114,8 +115,10 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
     sums = {}
     for group, factors_B in zip(groups, factors_GB):
         for name in group:
-            own_terms = terms[name]
-            sums[name] = weighted_sum(own_terms, factors_B, kept[name]) if own_terms else gradients.zeros[name].clone()
+            own_terms = terms.pop(name)
+            sums[name] = (
+                weighted_sum(own_terms, factors_B, kept.pop(name)) if own_terms else gradients.zeros[name].clone()
+            )
     return ClippedSum(sums, squares_GB.sum(0).sqrt(), clipper.shortens(norms_GB), gradients.losses_B)
 
 

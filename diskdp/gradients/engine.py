@@ -32,7 +32,7 @@ Point: TypeAlias = "tuple[float, Mapping[str, Tensor] | None]"
 class Gradients:
     """Per-example gradients of Σ_k a_k loss at point k: for each trainable parameter the terms that sum to them."""
 
-    terms: Mapping[str, list[Term]]
+    terms: dict[str, list[Term]]
     zeros: Mapping[str, Tensor]  # what a parameter without terms contributes; no memory
     losses_B: Tensor  # at the first point
     operations: Mapping[str, str]  # the operations that used each parameter, for display
@@ -40,7 +40,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class _AtPoint:
-    terms: Mapping[str, Mapping[Key, Term]]
+    terms: dict[str, dict[Key, Term]]
     losses_B: Tensor
     operations: Mapping[str, str]
 
@@ -176,21 +176,25 @@ def _settings(model: nn.Module) -> tuple[tuple[bool | str, ...], ...]:
 
 
 def _combined(
-    points: Sequence[Mapping[str, Mapping[Key, Term]]], coefficients: Sequence[float], names: Sequence[str]
+    points: Sequence[dict[str, dict[Key, Term]]], coefficients: Sequence[float], names: Sequence[str]
 ) -> dict[str, list[Term]]:
-    """The terms of each parameter, uses paired between the points."""
+    """The terms of each parameter, uses paired between the points.
+
+    Takes the terms out of ``points``: a factor that has been combined leaves its memory to the next.
+    """
     result: dict[str, list[Term]] = {}
     for name in names:
-        uses = [point.get(name, {}) for point in points]
+        uses = [point.pop(name, {}) for point in points]
         terms: list[Term] = []
         for key in dict.fromkeys(key for point in uses for key in point):
-            seen = [(point[key], a) for point, a in zip(uses, coefficients) if key in point]
+            seen = [(point.pop(key), a) for point, a in zip(uses, coefficients) if key in point]
             together = [term for term, _ in seen]
             if len(seen) == len(points) and pairable(together):
                 terms += combine(together, coefficients)
             else:  # another path was taken at some point: nothing to pair with
                 for term, a in seen:
                     terms += combine([term], [a])
+            del seen, together
         result[name] = _with_one_direct(terms)
     return result
 

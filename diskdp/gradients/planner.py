@@ -73,7 +73,7 @@ def weighted_sum(terms: Sequence[Term], weights_B: Tensor, kept: Tensor | None) 
         return Direct(kept).weighted_sum(weights_B)
     total = terms[0].weighted_sum(weights_B)
     for term in terms[1:]:
-        total += term.weighted_sum(weights_B)
+        total = term.weighted_sum(weights_B, onto=total)
     return total
 
 
@@ -159,7 +159,7 @@ def _rows(terms: Sequence[Term]) -> Norms:
     """Sums over equal row numbers of one example, then their squares: an embedding's norm without its table."""
     outers = [t for t in terms if isinstance(t, Outer)]
     numbers = torch.cat([t.left for t in outers], 1)
-    values = torch.cat([t.right for t in outers], 1)
+    values = torch.cat([t.right if t.scale == 1 else t.right * t.scale for t in outers], 1)
     batch, length, width = values.shape
     example = torch.arange(batch, device=values.device).unsqueeze(1)
     if length == 1:

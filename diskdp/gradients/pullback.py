@@ -56,5 +56,5 @@ def _pulled_back(source: Source, term: Term) -> list[tuple[str, Term]]:
 
 def _transposed(term: Term) -> Term:
     if isinstance(term, Outer) and not term.one_hot:
-        return Outer(term.right, term.left, term.right.shape[2])
+        return Outer(term.right, term.left, term.right.shape[2], term.scale)
     return Direct(term.per_example().transpose(1, 2))

@@ -30,10 +30,10 @@ class Direct:
     def per_example(self) -> Tensor:
         return self.grads
 
-    def weighted_sum(self, weights_B: Tensor) -> Tensor:
-        return torch.mv(self.grads.reshape(self.batch, -1).t(), weights_B.to(self.grads.dtype)).view(
-            self.grads.shape[1:]
-        )
+    def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Σ_i weights_i g_i, added to ``onto`` in its memory if given."""
+        total = torch.mv(self.grads.reshape(self.batch, -1).t(), weights_B.to(self.grads.dtype))
+        return _added(total.view(self.grads.shape[1:]), onto)
 
     def take(self, examples: slice | Tensor) -> Direct:
         return Direct(self.grads[examples])
@@ -47,7 +47,7 @@ class Direct:
 
 @dataclass(frozen=True)
 class Outer:
-    """Σ_t left_t ⊗ right_t for a matrix [P, D]: left [B, T, P] (or row numbers [B, T]), right [B, T, D].
+    """scale · Σ_t left_t ⊗ right_t for a matrix [P, D]: left [B, T, P] (or row numbers [B, T]), right [B, T, D].
 
     Row numbers stand for one-hot rows that are never expanded: the gradient of an embedding.
     """
@@ -55,6 +55,7 @@ class Outer:
     left: Tensor
     right: Tensor
     rows: int  # P
+    scale: float = 1.0
 
     @property
     def batch(self) -> int:
@@ -66,22 +67,26 @@ class Outer:
 
     def per_example(self) -> Tensor:
         if not self.one_hot:
-            return torch.bmm(self.left.transpose(1, 2), self.right)
-        grads = self.right.new_zeros(self.batch, self.rows, self.right.shape[2])
-        return grads.scatter_add_(1, self.left.unsqueeze(2).expand_as(self.right), self.right)
+            grads = torch.bmm(self.left.transpose(1, 2), self.right)
+        else:
+            grads = self.right.new_zeros(self.batch, self.rows, self.right.shape[2])
+            grads.scatter_add_(1, self.left.unsqueeze(2).expand_as(self.right), self.right)
+        return grads if self.scale == 1 else grads.mul_(self.scale)
 
-    def weighted_sum(self, weights_B: Tensor) -> Tensor:
-        weights = weights_B.to(self.right.dtype)[:, None, None]
+    def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Σ_i weights_i G_i, added to ``onto`` in its memory if given."""
+        weights = (weights_B * self.scale).to(self.right.dtype)[:, None, None]
         width = self.right.shape[2]
         if self.one_hot:
-            total = self.right.new_zeros(self.rows, width)
+            total = self.right.new_zeros(self.rows, width) if onto is None else onto
             return total.index_add_(0, self.left.flatten(), (self.right * weights).reshape(-1, width))
         left, right = self.left, self.right
         if self.rows <= width:  # scale the smaller factor
             left = left * weights
         else:
             right = right * weights
-        return left.reshape(-1, self.rows).t() @ right.reshape(-1, width)
+        transposed, right = left.reshape(-1, self.rows).t(), right.reshape(-1, width)
+        return transposed @ right if onto is None else onto.addmm_(transposed, right)
 
     def take(self, examples: slice | Tensor) -> Outer:
         return replace(self, left=self.left[examples], right=self.right[examples])
@@ -99,13 +104,15 @@ class Outer:
             square = self.squared_norm_with(self)
             return square, square
         products = self._products(self)
-        return products.sum((1, 2)), products.diagonal(dim1=1, dim2=2).sum(1)
+        factor = self.scale**2
+        return products.sum((1, 2)) * factor, products.diagonal(dim1=1, dim2=2).sum(1) * factor
 
     def squared_norm_with(self, other: Outer) -> Tensor:
         """<G_i, G'_i> for each example: Σ_{t,s} (left_t · left'_s)(right_t · right'_s)."""
+        factor = self.scale * other.scale
         if not self.one_hot and not other.one_hot and self.left.shape[1] == other.left.shape[1] == 1:
-            return _dot(self.left, other.left) * _dot(self.right, other.right)
-        return self._products(other).sum((1, 2))
+            return _dot(self.left, other.left).mul_(_dot(self.right, other.right)).mul_(factor)
+        return self._products(other).sum((1, 2)).mul_(factor)
 
     def _products(self, other: Outer) -> Tensor:
         return torch.bmm(self.right, other.right.transpose(1, 2)).mul_(_left_gram(self, other))
@@ -174,7 +181,8 @@ class Conv:
         right = patches.transpose(1, 2).reshape(self.batch, -1, patches.shape[1])
         return Outer(left, right, filters)
 
-    def weighted_sum(self, weights_B: Tensor) -> Tensor:
+    def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
+        """Σ_i weights_i G_i, added to ``onto`` in its memory if given."""
         x, conv = self.input, self.shape
         weights = weights_B.to(x.dtype).repeat_interleave(x.shape[0] // self.batch)
         scaled = self.output * weights.view(-1, *[1] * (x.dim() - 1))
@@ -192,8 +200,7 @@ class Conv:
             conv.groups,
             [False, True, False],
         )
-        grads: Tensor = result[1]
-        return grads
+        return _added(result[1], onto)
 
     def take(self, examples: slice | Tensor) -> Conv:
         x = self.input.unflatten(0, (self.batch, -1))[examples]
@@ -247,7 +254,7 @@ def combine(terms: Sequence[Term], coefficients: Sequence[float]) -> list[Term]:
         if first.one_hot:  # different rows at the two points: nothing to cancel
             return [_scaled(t, a) for t, a in zip(outers, coefficients)]
         for a, t in zip(coefficients[1:], outers[1:]):
-            result.append(replace(first, left=(t.left - first.left).mul_(a), right=t.right))
+            result.append(replace(first, left=t.left - first.left, right=t.right, scale=a * t.scale))
         return result
     return [replace(first, left=_mix([t.left for t in outers], coefficients))]
 
@@ -281,6 +288,9 @@ def same_data(a: Tensor, b: Tensor) -> bool:
 
 
 def _mix(values: Sequence[Tensor], coefficients: Sequence[float]) -> Tensor:
+    """Σ_k a_k v_k, by way of differences."""
+    if len(values) == 2 and math.isclose(sum(coefficients), 1, rel_tol=1e-15):
+        return torch.lerp(values[0], values[1], coefficients[1])
     total = values[0] * sum(coefficients)
     for a, value in zip(coefficients[1:], values[1:]):
         total.add_(value - values[0], alpha=a)
@@ -294,7 +304,11 @@ def _scaled(term: Term, a: float) -> Term:
         return Direct(term.grads * a)
     if isinstance(term, Conv):
         return replace(term, output=term.output * a)
-    return replace(term, right=term.right * a)
+    return replace(term, scale=term.scale * a)
+
+
+def _added(total: Tensor, onto: Tensor | None) -> Tensor:
+    return total if onto is None else onto.add_(total)
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
