@@ -128,9 +128,9 @@ def test_agrees_with_the_slow_reading(dtype, word, spacing, size):
 @pytest.mark.parametrize("kind", [np.float32, np.float64])
 def test_radius_is_exact_over_the_whole_tail(kind):
     words = np.array([0, 1, -1, 3, *(sign * 2**k + 1 for k in range(3, 62) for sign in (1, -1))], np.int64)
-    radius, first, second = np.empty((3, len(words)), kind)
+    radius, angle, first, second = np.empty((4, len(words)), kind)
     angle_type = np.int32 if kind is np.float32 else np.int64
-    scaled_normals(words, np.zeros(len(words), angle_type), 1.0, radius, first, second)
+    scaled_normals(words, np.zeros(len(words), angle_type), 1.0, radius, angle, first, second)
     exact = [math.sqrt(-2 * math.log((abs(int(w)) + 0.25) / 2**63)) for w in words]
     np.testing.assert_allclose(radius, exact, rtol=1e-6 if kind is np.float32 else 1e-14)
     assert radius.max() > 9.49
@@ -143,8 +143,8 @@ def test_no_words_leave_a_coordinate_without_noise(kind):
     radius_words = np.array([-(2**63), 2**63 - 1, -(2**63) + 1, 0, 1, 2**62], np.int64)
     angle_words = np.array([0, -1, 1, limits.min, limits.max, limits.max // 2, limits.min // 2], angle_type)
     radii, angles = (grid.ravel() for grid in np.meshgrid(radius_words, angle_words))
-    radius, first, second = np.empty((3, len(radii)), kind)
-    scaled_normals(radii, angles, 1.0, radius, first, second)
+    radius, angle, first, second = np.empty((4, len(radii)), kind)
+    scaled_normals(radii, angles, 1.0, radius, angle, first, second)
     assert np.isfinite([first, second]).all()
     assert (radius > 0).all()
     assert (first != 0).all()
@@ -154,10 +154,10 @@ def test_no_words_leave_a_coordinate_without_noise(kind):
 def test_deviation_is_never_rounded_down():
     std = 1.0 + 2.0**-26  # float32 would make it 1
     words, angles = np.zeros(1, np.int64), np.full(1, 2**30, np.int32)
-    radius, first, second = np.empty((3, 1), np.float32)
-    scaled_normals(words, angles, 1.0, radius, first, second)
+    radius, angle, first, second = np.empty((4, 1), np.float32)
+    scaled_normals(words, angles, 1.0, radius, angle, first, second)
     one = radius.copy()
-    scaled_normals(words, angles, std, radius, first, second)
+    scaled_normals(words, angles, std, radius, angle, first, second)
     assert radius[0] > one[0]
 
 
@@ -192,8 +192,8 @@ def test_tails_beyond_what_24_bits_can_reach(kind, bits, threshold):
     Keystream(Secret.from_os().derive("tail")).fill(memoryview(buffer), 16 * n)
     words = np.frombuffer(buffer, "<i8", 2 * n)
     angles = words[n:].astype(np.int32 if kind is np.float32 else np.int64)
-    radius, first, second = np.empty((3, n), kind)
-    scaled_normals(words[:n] >> bits, angles, 1.0, radius, first, second)
+    radius, angle, first, second = np.empty((4, n), kind)
+    scaled_normals(words[:n] >> bits, angles, 1.0, radius, angle, first, second)
     chance = 2 * stats.norm.sf(threshold) * 2.0**bits
     for z in (first, second):
         assert stats.binomtest(int((np.abs(z) > threshold).sum()), n, chance).pvalue > FALSE_ALARM / 2

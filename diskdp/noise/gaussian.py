@@ -67,29 +67,13 @@ class GaussianNoise:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
         if std == 0:
             return {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
-        noised: dict[str, Tensor] = {}
-        pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
-        for name, tensor in sums.items():
-            dtype = _result_dtype(tensor)
-            if tensor.is_cpu:
-                base = tensor.detach().to(dtype).contiguous()
-            else:
-                base = torch.zeros(tensor.shape, dtype=dtype)
-            noised[name] = torch.empty_like(base)
-            result = noised[name].numpy().reshape(-1)
-            pieces[result.dtype] += _cut(name, base.numpy().reshape(-1), result)
-        key = self._secret.derive("noise", step)
-        for kind, cut in pieces.items():
-            self._run(kind, _batches(cut), key, std)
-        for name, tensor in sums.items():
-            if not tensor.is_cpu:
-                noised[name] = noised[name].to(tensor.device).add_(tensor.detach())
-        return noised
+        noise = self.begin(sums, std, step).result()
+        return {name: noise[name].to(total.device).add_(total.detach()) for name, total in sums.items()}
 
     def begin(self, like: Mapping[str, Tensor], std: float, step: int) -> Future[dict[str, Tensor]]:
         """Start making `std * z` for tensors of these names and shapes, on the CPU, beside whatever else goes on.
 
-        The same z that `add` would use. Noise does not depend on data, so it can be made while gradients are computed.
+        The same z that `add` uses. Noise does not depend on data, so it can be made while gradients are computed.
 
         >>> noise, sums = GaussianNoise(Secret.from_seed(0)), {"weight": torch.zeros(3, 2)}
         >>> bool((noise.begin(sums, 2.0, step=0).result()["weight"] == noise.add(sums, 2.0, step=0)["weight"]).all())
@@ -107,9 +91,10 @@ class GaussianNoise:
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in drawn.items():
             result = tensor.numpy().reshape(-1)
-            pieces[result.dtype] += _cut(name, None, result)
+            pieces[result.dtype] += _cut(name, result)
+        key = self._secret.derive("noise", step)
         for kind, cut in pieces.items():
-            self._run(kind, _batches(cut), self._secret.derive("noise", step), std)
+            self._run(kind, _batches(cut), key, std)
         return drawn
 
     def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float) -> None:
@@ -134,7 +119,6 @@ class _Piece(NamedTuple):
 
     keystream_block: int
     pairs: int
-    addend: Array | None
     result: Array
 
 
@@ -146,7 +130,7 @@ class _Workspace:
         self._angle_bytes = bytearray(kind.itemsize * BLOCK_PAIRS + Keystream.SLACK)
         self._radius_words = np.frombuffer(self._word_bytes, "<i8", BLOCK_PAIRS)
         self._angle_words = np.frombuffer(self._angle_bytes, f"<i{kind.itemsize}", BLOCK_PAIRS)
-        self._radius, self._first, self._second = (np.empty(BLOCK_PAIRS, kind) for _ in range(3))
+        self._radius, self._angle, self._first, self._second = (np.empty(BLOCK_PAIRS, kind) for _ in range(4))
 
     def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float) -> None:
         radius_bytes, angle_bytes = memoryview(self._word_bytes), memoryview(self._angle_bytes)
@@ -158,31 +142,30 @@ class _Workspace:
                 keystream.fill(radius_bytes[8 * end :], 8 * piece.pairs)
                 keystream.fill(angle_bytes[angle_size * end :], angle_size * piece.pairs)
                 end += piece.pairs
-            first, second = self._first[:end], self._second[:end]
+            alone = len(batch) == 1  # a large tensor's noise is written where it belongs at once
+            first = batch[0].result[:end] if alone else self._first[:end]
+            second = batch[0].result[end:] if alone else self._second[:end]
             words, angles = self._radius_words[:end], self._angle_words[:end]
-            scaled_normals(words, angles, std, self._radius[:end], first, second)
-            start = 0
-            for piece in batch:
-                _, pairs, addend, result = piece
-                rest = result.size - pairs
-                if addend is None:
-                    result[:pairs] = first[start : start + pairs]
-                    result[pairs:] = second[start : start + rest]
-                else:
-                    np.add(addend[:pairs], first[start : start + pairs], out=result[:pairs])
-                    np.add(addend[pairs:], second[start : start + rest], out=result[pairs:])
-                start += pairs
+            scaled_normals(words, angles, std, self._radius[:end], self._angle[:end], first, second)
+            if not alone:
+                start = 0
+                for piece in batch:
+                    rest = piece.result.size - piece.pairs
+                    piece.result[: piece.pairs] = first[start : start + piece.pairs]
+                    piece.result[piece.pairs :] = second[start : start + rest]
+                    start += piece.pairs
 
 
 def scaled_normals(
-    radius_words: Array, angle_words: Array, std: float, radius: Array, first: Array, second: Array
+    radius_words: Array, angle_words: Array, std: float, radius: Array, angle: Array, first: Array, second: Array
 ) -> None:
     """Write pairs of normals of the given deviation to `first` and `second`, from signed random words.
 
-    `radius` is scratch space; it, `first` and `second` have one floating dtype, in which all is computed.
+    `radius` and `angle` are scratch space; they, `first` and `second` have one floating dtype, in which all is
+    computed. `second` may be shorter than `first`.
 
-    >>> radius, first, second = np.empty((3, 1), np.float32)
-    >>> scaled_normals(np.array([0]), np.array([2**30], np.int32), 1.0, radius, first, second)
+    >>> radius, angle, first, second = np.empty((4, 1), np.float32)
+    >>> scaled_normals(np.array([0]), np.array([2**30], np.int32), 1.0, radius, angle, first, second)
     >>> second.round(3)  # the smallest u, the angle pi / 2
     array([9.493], dtype=float32)
     """
@@ -196,13 +179,14 @@ def scaled_normals(
     np.sqrt(radius, out=radius)
     np.multiply(radius, _not_below(std, kind), out=radius)
 
-    np.copyto(second, angle_words, casting="unsafe")
-    np.add(second, kind(0.5), out=second)
-    np.multiply(second, kind(np.pi * 2.0 ** (1 - 8 * angle_words.itemsize)), out=second)
-    np.cos(second, out=first)
-    np.sin(second, out=second)
+    np.copyto(angle, angle_words, casting="unsafe")
+    np.add(angle, kind(0.5), out=angle)
+    np.multiply(angle, kind(np.pi * 2.0 ** (1 - 8 * angle_words.itemsize)), out=angle)
+    np.cos(angle, out=first)
     np.multiply(first, radius, out=first)
-    np.multiply(second, radius, out=second)
+    rest = len(second)
+    np.sin(angle[:rest], out=second)
+    np.multiply(second, radius[:rest], out=second)
 
 
 def _not_below(std: float, kind: type[np.floating[Any]]) -> np.floating[Any]:
@@ -215,14 +199,13 @@ def _result_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _cut(name: str, addend: Array | None, result: Array) -> Iterator[_Piece]:
+def _cut(name: str, result: Array) -> Iterator[_Piece]:
     """A tensor in pieces. Its name's hash is its place among the keystream's 2**128 blocks: no two meet."""
     origin = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
     for start in range(0, result.size, 2 * BLOCK_PAIRS):
         stop = min(start + 2 * BLOCK_PAIRS, result.size)
         block = origin + start // 2  # a pair takes at most one block of 16 bytes
-        part = None if addend is None else addend[start:stop]
-        yield _Piece(block, (stop - start + 1) // 2, part, result[start:stop])
+        yield _Piece(block, (stop - start + 1) // 2, result[start:stop])
 
 
 def _batches(pieces: list[_Piece]) -> list[list[_Piece]]:
