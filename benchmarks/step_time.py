@@ -141,7 +141,7 @@ def diskdp_step(case: Case, filter: Filter) -> Step:
 
     def step() -> None:
         ready = iter([list(case.batch)])
-        private.step(LogicalBatch(private.steps_done, size, loader.plan_token, loader.loader_id, ready))
+        private.step(LogicalBatch(private.steps_done, [size], loader.plan_token, loader.loader_id, ready))
 
     return step
 

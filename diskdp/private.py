@@ -80,6 +80,7 @@ class PrivateTraining:
         self._step = 0
         self._loader_id: str | None = None
         self._process = os.getpid()
+        self._seeded = self._secret.reproducible  # also if only an earlier part of the training was
 
     @property
     def steps_done(self) -> int:
@@ -98,8 +99,8 @@ class PrivateTraining:
 
     @property
     def reproducible(self) -> bool:
-        """Whether a seed was given: then whoever knows it can subtract the noise, and nothing is private."""
-        return self._secret.reproducible
+        """Whether a seed was given, here or before a resumption: whoever knows it can subtract the noise."""
+        return self._seeded
 
     @property
     def sensitivity(self) -> float:
@@ -130,37 +131,34 @@ class PrivateTraining:
         random = RandomState.capture()
         count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
         for size in dict.fromkeys((count, 1)):  # a batch of one is a structure of its own
-            self.check((collate_fn or default_collate)([dataset[i] for i in range(size)]))
+            self.check((collate_fn or default_collate)([dataset[i] for i in range(size)]), size)
         random.restore()
         self._loader_id = loader.loader_id
         return loader
 
-    def check(self, microbatch: Any) -> None:
-        """Raise GradientError unless exact per-example gradients of this kind of microbatch can be had."""
-        self._engine.gradients(microbatch, [(1.0, None)])
+    def check(self, microbatch: Any, examples: int) -> None:
+        """Raise GradientError unless exact gradients of each of the microbatch's ``examples`` can be had."""
+        _one_loss_an_example(self._engine.gradients(microbatch, [(1.0, None)]).losses_B, examples)
 
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
         noise = self._noise_begun()
         total = _Total()
-        for microbatch in batch.microbatches():
-            for weight, clipped in self._clipped(microbatch):
-                total.add(weight, clipped)
+        for examples, microbatch in zip(batch.sizes, batch.microbatches()):
+            for number, (weight, clipped) in enumerate(self._clipped(microbatch)):
+                _one_loss_an_example(clipped.losses_B, examples)
+                total.add(weight, clipped, shown=number == 0)
         sums = total.sums(self._parameters)
-        if sums.keys() != self._parameters.keys():
-            raise GradientError(
-                "the set of trainable parameters has changed since privatize(); freeze or unfreeze before, or make a "
-                "new private training"
-            )
+        step = self._step
         try:
-            self._ledger.record(self._step)  # before anything noised exists
+            self._ledger.record(step, limit=self.plan.steps)  # before anything noised exists
             self._update(_means([sums[name] for name in self._parameters], noise, self.plan.batch_size))
+            self._step += 1
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
-        self._step += 1
-        return total.result(self._step - 1, batch.size, self.clipper)
+        return total.result(step, batch.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs, the model's and the optimizer's state included.
@@ -172,8 +170,11 @@ class PrivateTraining:
         return {
             "plan": self.plan.fingerprint,
             "filter": repr(self.filter),
+            "optimizer_class": type(self.optimizer).__qualname__,
             "step": self._step,
             "spent": self._ledger.spent,
+            "recorded": self._ledger.recorded,
+            "seeded": self._seeded,
             "model": {name: t.detach().clone() for name, t in self.model.state_dict().items()},
             "optimizer": _copied(self.optimizer.state_dict()),
             "filter_state": self._filter_state.state_dict(),
@@ -185,20 +186,36 @@ class PrivateTraining:
 
         Without a seed, sampling and noise go on from a new secret: a repeated step is a new event, and is charged.
         """
-        for key, own in (("plan", self.plan.fingerprint), ("filter", repr(self.filter))):
+        for key, own in (
+            ("plan", self.plan.fingerprint),
+            ("filter", repr(self.filter)),
+            ("optimizer_class", type(self.optimizer).__qualname__),
+        ):
             if state.get(key) != own:
+                what = key.removesuffix("_class")
                 raise CheckpointError(
-                    f"the checkpoint belongs to another {key} ({state.get(key)}, here {own}); "
-                    f"resume with the {key} it was made with"
+                    f"the checkpoint belongs to another {what} ({state.get(key)}, here {own}); "
+                    f"resume with the {what} it was made with"
                 )
+        if self._ledger.recorded < state["recorded"]:
+            where = "no ledger_path was given" if self._ledger.path is None else f"{self._ledger.path} has fewer"
+            raise CheckpointError(
+                f"the checkpoint's run has a ledger of {state['recorded']} steps or more, and {where}: what was spent "
+                "since would not count; resume with the run's own ledger"
+            )
+        _check_fits(self.model, state["model"])
+        self._ledger.at_least(int(state["spent"]))
+        self._seeded = self._seeded or bool(state["seeded"])
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's optimizer state does not fit this optimizer ({error})") from error
         self._filter_state = self.filter.start()
         self._filter_state.load_state_dict(state["filter_state"])
         lookahead = state["lookahead"]
         self._lookahead = None if lookahead is None else {name: t.clone() for name, t in lookahead.items()}
         self._step = int(state["step"])
-        self._ledger.at_least(int(state["spent"]))
         self._renew_secret()
 
     def save(self, path: str | Path) -> None:
@@ -216,10 +233,10 @@ class PrivateTraining:
     def _renew_secret(self) -> None:
         """Sampling and noise go on from a new secret (a seeded run has none to protect); loaders must be made anew."""
         self._loader_id = None
+        self._process = os.getpid()
         if not self._secret.reproducible:
             self._secret = Secret.from_os()
-            self._noise = GaussianNoise(self._secret)
-            self._process = os.getpid()
+        self._noise = GaussianNoise(self._secret)  # a thread of its own does not survive a fork
 
     def _accept(self, batch: LogicalBatch) -> None:
         if os.getpid() != self._process:
@@ -234,6 +251,12 @@ class PrivateTraining:
             raise SamplingError(
                 f"step() was given the batch of step {batch.step}, but step {self._step} is due; use each batch once, "
                 "in the loader's order"
+            )
+        now = self._engine.parameters()
+        if now.keys() != self._parameters.keys() or any(now[name] is not p for name, p in self._parameters.items()):
+            raise GradientError(
+                "the model's trainable parameters are not those that privatize() was given: one was frozen, unfrozen "
+                "or replaced; change the model before, or make a new private training"
             )
         if self._ledger.spent >= self.plan.steps:
             raise BudgetExhausted(
@@ -251,10 +274,9 @@ class PrivateTraining:
     def _clipped(self, microbatch: Any) -> list[tuple[float, ClippedSum]]:
         """Clipped sums and the weights they enter with: one for joint clipping, one a point for separate."""
         here, ahead = self.filter.coefficients
-        if self._lookahead is None or ahead == 0:  # the first step has d = 0: both points are x_0
-            points: list[Point] = [(1.0, None)]
-        else:
-            points = [(here, None), (ahead, self._lookahead)]
+        points: list[Point] = [(1.0, None)]  # the first step has d = 0: both points are x_0
+        if self._lookahead is not None and ahead != 0:
+            points = [(a, values) for a, values in ((here, None), (ahead, self._lookahead)) if a != 0]
         if self.filter.clip == "joint" or len(points) == 1:
             return [(1.0, clipped_sum(self._engine, microbatch, points, self.clipper))]
         random = RandomState.capture()
@@ -267,7 +289,8 @@ class PrivateTraining:
     def _update(self, gradients: list[Tensor]) -> None:
         """Filter the privatised gradients, let the optimizer step along them, look ahead along the step it took."""
         filtered = self._filter_state.update(gradients)
-        kept = filtered is not gradients  # the filter's own tensors: an optimizer may write into its gradients
+        if filtered is not gradients:  # the filter's own tensors: an optimizer may write into its gradients
+            torch._foreach_copy_(gradients, filtered)
         weights = [p.detach() for p in self._parameters.values()]
         gamma = self.filter.lookahead
         if gamma is not None:  # the look-ahead point has served: its memory holds x_t during the update
@@ -275,8 +298,11 @@ class PrivateTraining:
                 self._lookahead = {name: p.detach().clone() for name, p in self._parameters.items()}
             else:
                 torch._foreach_copy_(list(self._lookahead.values()), weights)
-        for parameter, gradient in zip(self._parameters.values(), filtered):
-            parameter.grad = gradient.to(parameter.dtype, copy=kept)
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # optimizers move a frozen parameter too, along a gradient that it still has
+        for parameter, gradient in zip(self._parameters.values(), gradients):
+            parameter.grad = gradient.to(parameter.dtype)
         if self._needs_closure:
             self.optimizer.step(lambda: 0.0)
         else:
@@ -382,7 +408,7 @@ class _Total:
             for name, p in parameters.items()
         }
 
-    def add(self, weight: float, clipped: ClippedSum) -> None:
+    def add(self, weight: float, clipped: ClippedSum, shown: bool) -> None:
         values = list(clipped.sums.values())
         if self._sums:
             torch._foreach_add_([self._sums[name] for name in clipped.sums], values, alpha=weight)
@@ -390,9 +416,10 @@ class _Total:
             self._sums = dict(clipped.sums)
             if weight != 1:
                 torch._foreach_mul_(values, weight)
-        self._clipped.append(ClippedSum({}, clipped.norms_B, clipped.clipped_B, clipped.losses_B))
+        if shown:
+            self._clipped.append(ClippedSum({}, clipped.norms_B, clipped.clipped_B, clipped.losses_B))
 
-    def result(self, step: int, batch_size: int, clipper: Clipper) -> StepResult:
+    def result(self, step: int, batch_size: int) -> StepResult:
         if not self._clipped:
             return StepResult(step, math.nan, batch_size, 0.0, math.nan)
         norms = torch.cat([c.norms_B for c in self._clipped])
@@ -403,8 +430,33 @@ class _Total:
         )
 
 
+def _one_loss_an_example(losses_B: Tensor, examples: int) -> None:
+    """A mean over the batch, or several views of one example, would put one clip where another is accounted for."""
+    if len(losses_B) != examples:
+        raise GradientError(
+            f"loss_fn returned {len(losses_B)} losses for {examples} examples; it must return one an example, whatever "
+            "collation did: not averaged over the batch, and averaged over the views of an example if there are several"
+        )
+
+
+def _check_fits(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """The saved weights' names and shapes are the model's: found before anything is changed."""
+    own = model.state_dict()
+    wrong = [name for name in (*own, *state) if name not in own or name not in state]
+    wrong += [name for name in own if name in state and own[name].shape != state[name].shape]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint belongs to another model: {', '.join(list(dict.fromkeys(wrong))[:4])} differ in name or "
+            "shape; resume with the model it was made with"
+        )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
     """The optimizer must move the model's trainable parameters, all of them and no others."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise GradientError(
+            "SparseAdam takes sparse gradients, and noise leaves none; use Adam, or AdamW (noise reaches every row)"
+        )
     held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     own = {id(p): name for name, p in parameters.items()}
     missing = [name for key, name in own.items() if key not in held]

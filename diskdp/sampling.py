@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -66,13 +66,15 @@ class PoissonSampler:
 class LogicalBatch:
     """The batch of one step, handed out once, in microbatches that are loaded as they are asked for.
 
-    `size` is the number of members (without noise: for the data holder only), `consumed` whether they were
-    asked for or the loader has moved on; `plan_token` and `loader_id` name the plan and the loader.
+    `sizes` are the numbers of members of the microbatches, `size` is their sum (without noise: for the data holder
+    only), `consumed` whether they were asked for or the loader has moved on; `plan_token` and `loader_id` name the
+    plan and the loader.
     """
 
-    def __init__(self, step: int, size: int, plan_token: str, loader_id: str, source: Iterator[Any]) -> None:
+    def __init__(self, step: int, sizes: Sequence[int], plan_token: str, loader_id: str, source: Iterator[Any]) -> None:
         self.step = step
-        self.size = size
+        self.sizes = tuple(sizes)
+        self.size = sum(sizes)
         self.plan_token = plan_token
         self.loader_id = loader_id
         self.consumed = False
@@ -158,9 +160,9 @@ class PrivateLoader:
 
         stream = self._load(self._chunks(members))
         for step in self._steps:
-            size = len(members(step))
-            source = islice(stream, math.ceil(size / self._microbatch_size))
-            batch = LogicalBatch(step, size, self.plan_token, self.loader_id, source)
+            size, most = len(members(step)), self._microbatch_size
+            sizes = [min(most, size - start) for start in range(0, size, most)]
+            batch = LogicalBatch(step, sizes, self.plan_token, self.loader_id, islice(stream, len(sizes)))
             yield batch
             batch._close()
 

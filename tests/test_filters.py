@@ -54,6 +54,14 @@ def test_other_bad_settings() -> None:
         LowPass(a=[1, -0.5], b=[1, -1])
     with pytest.raises(FilterError, match="finite"):
         LowPass(a=[0, 1], b=[1])
+    with pytest.raises(FilterError, match="must be a number"):
+        DiSK(kappa="0.5")  # type: ignore[arg-type]
+    with pytest.raises(FilterError, match="not finite"):
+        DiSK(kappa=1e-200, gamma=1e-200)
+
+
+def test_coefficients_may_be_arrays() -> None:
+    assert LowPass(a=np.array([2.0, -1.0]), b=np.array([1.0])) == LowPass(a=[1, -0.5], b=[0.5])
 
 
 @pytest.mark.parametrize(

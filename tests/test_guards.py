@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, NoFilter, Plan, clipped_gradient, privatize
-from diskdp.errors import CheckpointError, GradientError, SamplingError
+from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
 from diskdp.gradients import Engine
 from diskdp.ledger import Ledger
 from tests import oracle
@@ -396,12 +396,12 @@ def test_writing_into_the_batch_is_refused() -> None:
 N = 40
 
 
-def training(filter: Any = NoFilter(), optimizer: Any = torch.optim.SGD, **options: Any) -> Any:  # noqa: B008
+def training(optimizer: Any = torch.optim.SGD, ledger_path: Path | None = None, seed: int | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
     plan = Plan(dataset_size=N, batch_size=10, steps=8, noise_multiplier=2.0, delta=1e-3)
-    made = optimizer(model.parameters(), **{"lr": 0.1, **options})
-    return privatize(model, made, plan, loss_fn=classify, filter=filter)
+    made = optimizer(model.parameters(), lr=0.1)
+    return privatize(model, made, plan, loss_fn=classify, filter=NoFilter(), seed=seed, ledger_path=ledger_path)
 
 
 def data() -> TensorDataset:
@@ -453,22 +453,116 @@ def test_freezing_after_privatize_is_refused() -> None:
     private = training()
     loader = iter(private.loader(data()))
     private.model[0].requires_grad_(False)
-    with pytest.raises(GradientError, match="trainable parameters has changed"):
+    with pytest.raises(GradientError, match="not those that privatize"):
         private.step(next(loader))
+
+
+def test_a_frozen_parameter_stays_where_it_is() -> None:
+    """Optimizers move whatever has a gradient, trainable or not: one from before must not be released unnoised."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.cross_entropy(model(torch.randn(8, 6)), torch.randint(0, 4, (8,))).backward()  # the gradients of real data
+    model[0].requires_grad_(False)
+    before = copy.deepcopy(model[0].state_dict())
+    plan = Plan(dataset_size=N, batch_size=10, steps=3, noise_multiplier=1.0, delta=1e-3)
+    private = privatize(model, optimizer, plan, loss_fn=classify)
+    for batch in private.loader(data()):
+        private.step(batch)
+    assert all(torch.equal(before[name], value) for name, value in model[0].state_dict().items())
+
+
+def test_collation_may_not_change_how_many_losses_there_are() -> None:
+    """One clip an example: views of one example are not examples, and a mean over the batch is none at all."""
+
+    def views(items: list[Any]) -> tuple[Tensor, Tensor]:
+        x, y = torch.utils.data.default_collate(items)
+        return x.repeat_interleave(2, 0), y.repeat_interleave(2, 0)
+
+    with pytest.raises(GradientError, match="16 losses for 8 examples"):
+        training().loader(data(), collate_fn=views)
+
+
+def test_sparse_adam_is_refused() -> None:
+    model = nn.Embedding(5, 3, sparse=True)
+    plan = Plan(dataset_size=N, batch_size=10, steps=3, noise_multiplier=1.0, delta=1e-3)
+    with pytest.raises(GradientError, match="SparseAdam"):
+        privatize(model, torch.optim.SparseAdam(model.parameters()), plan, loss_fn=classify)
 
 
 def test_a_torn_ledger_line_counts_and_stays_readable(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     ledger = Ledger(path, "abc")
-    ledger.record(0)
+    ledger.record(0, limit=9)
     with path.open("ab") as file:
         file.write(b'{"plan": "abc", "st')
     assert Ledger(path, "abc").spent == 2
     torn = Ledger(path, "abc")
-    torn.record(1)
+    torn.record(1, limit=9)
     assert Ledger(path, "abc").spent == 3
     with pytest.raises(CheckpointError, match="another plan"):
         Ledger(path, "other")
     path.write_text("not a ledger\n")
     with pytest.raises(CheckpointError, match="line 1 is damaged"):
         Ledger(path, "abc")
+
+
+def test_two_trainings_on_one_ledger_cannot_pass_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    one, other = Ledger(path, "abc"), Ledger(path, "abc")
+    for step in range(3):
+        one.record(step, limit=5)
+    other.record(0, limit=5)
+    assert one.spent == other.spent == 4
+    other.record(1, limit=5)
+    with pytest.raises(BudgetExhausted, match="or another"):
+        one.record(3, limit=5)
+    assert len(path.read_text().splitlines()) == 5
+
+
+def test_a_ledger_is_filled_up_to_what_a_checkpoint_says(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path, "abc")
+    ledger.at_least(3)
+    ledger.at_least(2)
+    assert ledger.spent == Ledger(path, "abc").spent == 3
+
+
+def test_resuming_needs_the_ledger_that_was_kept(tmp_path: Path) -> None:
+    private = training(ledger_path=tmp_path / "ledger.jsonl")
+    loader = iter(private.loader(data()))
+    for _ in range(2):
+        private.step(next(loader))
+    state = private.state_dict()
+    for path in (None, tmp_path / "another.jsonl"):
+        with pytest.raises(CheckpointError, match="the run's own ledger"):
+            training(ledger_path=path).load_state_dict(state)
+    again = training(ledger_path=tmp_path / "ledger.jsonl")
+    again.load_state_dict(state)
+    assert again.steps_charged == 2
+
+
+def test_checkpoints_of_another_model_or_optimizer_change_nothing() -> None:
+    private = training()
+    private.step(next(iter(private.loader(data()))))
+    state = private.state_dict()
+    other = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4))
+    before = copy.deepcopy(other.state_dict())
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    wider = privatize(other, optimizer, private.plan, loss_fn=classify, filter=NoFilter())
+    with pytest.raises(CheckpointError, match="another model"):
+        wider.load_state_dict(state)
+    assert wider.steps_charged == 0
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        training(optimizer=torch.optim.Adam).load_state_dict(state)
+
+
+def test_what_a_seed_has_touched_stays_marked() -> None:
+    seeded = training(seed=1)
+    seeded.step(next(iter(seeded.loader(data()))))
+    unseeded = training()
+    assert seeded.reproducible
+    assert not unseeded.reproducible
+    unseeded.load_state_dict(seeded.state_dict())
+    assert unseeded.reproducible

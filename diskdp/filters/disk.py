@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
@@ -23,7 +24,10 @@ class FilterState(Protocol):
     """Running state of a filter over a fixed list of tensors."""
 
     def update(self, gradients: Tensors) -> Tensors:
-        """The filtered gradients; the result may be kept by the state and must not be written to."""
+        """The filtered gradients, which may be the state's own and must not be written to.
+
+        ``gradients`` belong to the caller again afterwards: a state that needs them keeps a copy.
+        """
         ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -68,6 +72,10 @@ class DiSK:
     c: float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("kappa", "gamma", "c"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real | None):
+                raise FilterError(f"{name}={value!r} must be a number")
         if not 0 < self.kappa <= 1:
             raise FilterError(f"kappa={self.kappa} must lie in (0, 1]; 1 means no filtering")
         if self.gamma is not None and (self.gamma == 0 or not math.isfinite(self.gamma)):
@@ -76,12 +84,16 @@ class DiSK:
             raise FilterError(f"clip={self.clip!r} must be 'joint' or 'separate'")
         if self.c is not None and (self.gamma is None or not math.isfinite(self.c)):
             raise FilterError(f"c={self.c} weighs the look-ahead point: it must be finite, and gamma must be given")
+        if not all(math.isfinite(a) for a in self.coefficients):
+            raise FilterError(
+                f"kappa={self.kappa}, gamma={self.gamma}: c = (1-κ)/(κγ) is not finite; choose a larger kappa or gamma"
+            )
 
     @property
     def coefficients(self) -> tuple[float, float]:
         if self.gamma is None:
             return 1.0, 0.0
-        c = (1 - self.kappa) / (self.kappa * self.gamma) if self.c is None else self.c
+        c = (1 - self.kappa) / self.kappa / self.gamma if self.c is None else self.c
         if abs(c - 1) < 1e-12:  # γ = (1-κ)/κ in floating point: the look-ahead point alone
             c = 1.0
         return 1.0 - c, c

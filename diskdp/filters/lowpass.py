@@ -38,7 +38,7 @@ class LowPass:
         if kappa is not None:
             self._first_order = DiSK(kappa=kappa, gamma=None)
         else:
-            self.a, self.b = _normalized(a or [1.0], b or [])
+            self.a, self.b = _normalized([1.0] if a is None else a, [] if b is None else b)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, DiSK):
@@ -112,6 +112,7 @@ class _Recursion:
 
 
 def _normalized(a: Sequence[float], b: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    a, b = [float(v) for v in a], [float(v) for v in b]
     values = [*a, *b]
     if not b or not a or a[0] == 0 or not all(math.isfinite(v) for v in values):
         raise FilterError(f"a={list(a)}, b={list(b)}: coefficients must be finite, b not empty and a[0] not 0")

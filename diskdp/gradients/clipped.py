@@ -14,7 +14,7 @@ from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
 from diskdp.gradients.planner import Norms, choose, squared_norms, weighted_sum
 from diskdp.gradients.structure import Structure
-from diskdp.gradients.terms import Direct, Term
+from diskdp.gradients.terms import Direct
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
 # is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
