@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from diskdp import DiSK, NoFilter, Plan, privatize
 from diskdp.clipping import Clipper
 from diskdp.filters import Filter
-from diskdp.gradients import Engine, Point, clipped_sum
+from diskdp.gradients import Engine, Point, clip
 from diskdp.noise import GaussianNoise, Secret
 from diskdp.sampling import LogicalBatch
 from diskdp.zoo.cnn5 import cnn5
@@ -201,12 +201,12 @@ def diskdp_parts(case: Case, filter: Filter) -> dict[str, Step]:
     model = copy.deepcopy(case.model)
     engine, clipper, points = Engine(model, classification_loss), Clipper("flat", MAX_NORM), points_of(model, filter)
     noise, state = GaussianNoise(Secret.from_os()), filter.start()
-    sums = clipped_sum(engine, case.batch, points, clipper).sums
+    sums = clip(engine, case.batch, points, clipper).summed()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     parts: dict[str, Step] = {
-        "gradients": lambda: clipped_sum(engine, case.batch, points, clipper),
+        "gradients": lambda: clip(engine, case.batch, points, clipper).summed(),
         "noise": lambda: noise.add(sums, NOISE_MULTIPLIER * clipper.sensitivity, 0),
         "optimizer": optimizer.step,
     }
@@ -222,11 +222,11 @@ def check(case: Case) -> dict[str, float]:
     One point: the whole batch against Opacus. Two points: a few examples against a loop over them in float64.
     """
     engine, clipper = Engine(case.model, classification_loss), Clipper("flat", MAX_NORM)
-    mine = clipped_sum(engine, case.batch, [(1.0, None)], clipper).sums
+    mine = clip(engine, case.batch, [(1.0, None)], clipper).summed()
     errors = {mode: _error(mine, OpacusTraining(case, mode).clipped()) for mode in ("hooks", "ghost")}
     few = (case.batch[0][:4], case.batch[1][:4])
     points = points_of(case.model, DISK)
-    errors["loop, two points"] = _error(clipped_sum(engine, few, points, clipper).sums, _loop(case.model, few, points))
+    errors["loop, two points"] = _error(clip(engine, few, points, clipper).summed(), _loop(case.model, few, points))
     for name, error in errors.items():
         if not error <= TOLERANCE:
             sys.exit(f"{case.title}: clipped sums differ by {error:.1e} ({name}); nothing is timed")

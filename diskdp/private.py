@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from diskdp.checkpoint import load_tree, save_tree
 from diskdp.clipping import Clipper
 from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
 from diskdp.filters import DiSK, Filter
-from diskdp.gradients import ClippedSum, Engine, LossFunction, Point, RandomState, clipped_sum, refuse_modules
+from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, clip, refuse_modules
 from diskdp.ledger import Ledger
 from diskdp.noise import GaussianNoise, Secret
 from diskdp.plan import Plan
@@ -144,21 +144,25 @@ class PrivateTraining:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
         noise = self._noise_begun()
-        total = _Total()
-        for examples, microbatch in zip(batch.sizes, batch.microbatches()):
-            for number, (weight, clipped) in enumerate(self._clipped(microbatch)):
-                _one_loss_an_example(clipped.losses_B, examples)
-                total.add(weight, clipped, shown=number == 0)
-        sums = total.sums(self._parameters)
+        seen = _Seen()
+        remaining = len(batch.sizes) * len(self._passes())
+        mean: dict[str, Tensor] | None = None
+        last: tuple[float, Clipped] | None = None
+        for weight, clipped in self._clipped(batch, seen):
+            remaining -= 1
+            if remaining > 0:
+                mean = clipped.summed(mean, weight)
+            else:
+                last = weight, clipped
         step = self._step
         try:
             self._ledger.record(step, limit=self.plan.steps)  # before anything noised exists
-            self._update(_means([sums[name] for name in self._parameters], noise, self.plan.batch_size))
+            self._update(self._noised(mean, last, noise))
             self._step += 1
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
-        return total.result(step, batch.size)
+        return seen.result(step, batch.size)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs, the model's and the optimizer's state included.
@@ -271,20 +275,48 @@ class PrivateTraining:
         std = self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
         return self._noise.begin(self._parameters, std, self._step)
 
-    def _clipped(self, microbatch: Any) -> list[tuple[float, ClippedSum]]:
-        """Clipped sums and the weights they enter with: one for joint clipping, one a point for separate."""
+    def _passes(self) -> list[tuple[float, list[Point]]]:
+        """What is clipped by itself in this step, and its weight: all points at once, or each for separate clipping."""
         here, ahead = self.filter.coefficients
         points: list[Point] = [(1.0, None)]  # the first step has d = 0: both points are x_0
         if self._lookahead is not None and ahead != 0:
             points = [(a, values) for a, values in ((here, None), (ahead, self._lookahead)) if a != 0]
         if self.filter.clip == "joint" or len(points) == 1:
-            return [(1.0, clipped_sum(self._engine, microbatch, points, self.clipper))]
-        random = RandomState.capture()
-        results = []
-        for weight, values in points:
-            random.restore()
-            results.append((weight, clipped_sum(self._engine, microbatch, [(1.0, values)], self.clipper)))
-        return results
+            return [(1.0, points)]
+        return [(a, [(1.0, values)]) for a, values in points]
+
+    def _clipped(self, batch: LogicalBatch, seen: _Seen) -> Iterator[tuple[float, Clipped]]:
+        """Clipped gradients and the weights with which they enter the mean, to be summed one by one."""
+        passes = self._passes()
+        for examples, microbatch in zip(batch.sizes, batch.microbatches()):
+            random = RandomState.capture() if len(passes) > 1 else None
+            for number, (weight, points) in enumerate(passes):
+                if random is not None:
+                    random.restore()
+                clipped = clip(self._engine, microbatch, points, self.clipper)
+                _one_loss_an_example(clipped.losses_B, examples)
+                if number == 0:
+                    seen.add(clipped)
+                yield weight / self.plan.batch_size, clipped
+
+    def _noised(
+        self,
+        mean: dict[str, Tensor] | None,
+        last: tuple[float, Clipped] | None,
+        noise: Future[dict[str, Tensor]] | None,
+    ) -> list[Tensor]:
+        """The mean with its noise. What is summed last is summed onto the noise, without a pass of its own."""
+        total = mean
+        if noise is not None:
+            total = {name: z.to(self._parameters[name].device) for name, z in noise.result().items()}
+            if mean is not None:
+                torch._foreach_add_([total[name] for name in mean], list(mean.values()))
+        if last is not None:
+            weight, clipped = last
+            total = clipped.summed(total, weight)
+        if total is None:
+            return [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in self._parameters.values()]
+        return [total[name] for name in self._parameters]
 
     def _update(self, gradients: list[Tensor]) -> None:
         """Filter the privatised gradients, let the optimizer step along them, look ahead along the step it took."""
@@ -311,16 +343,6 @@ class PrivateTraining:
             parameter.grad = None  # a second optimizer step must not see it
         if gamma is not None and self._lookahead is not None:
             torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
-
-
-def _means(sums: list[Tensor], noise: Future[dict[str, Tensor]] | None, batch_size: int) -> list[Tensor]:
-    """sum/B plus the noise on the mean; the noise's memory, or else the sums', holds the result."""
-    if noise is None:
-        torch._foreach_div_(sums, float(batch_size))
-        return sums
-    noised = [z.to(total.device) for total, z in zip(sums, noise.result().values())]
-    torch._foreach_add_(noised, sums, alpha=1 / batch_size)
-    return noised
 
 
 class _Privatize:
@@ -394,40 +416,30 @@ class _Privatize:
 privatize = _Privatize()
 
 
-class _Total:
-    """Running sum over the microbatches of one logical batch, with the diagnostics of its examples."""
+class _Seen:
+    """The diagnostics of one logical batch's examples."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._clipped: list[ClippedSum] = []
+        self._norms: list[Tensor] = []
+        self._clipped: list[Tensor] = []
+        self._losses: list[Tensor] = []
 
-    def sums(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The sums of all parameters; zeros if there was no example."""
-        return self._sums or {
-            name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32), requires_grad=False)
-            for name, p in parameters.items()
-        }
-
-    def add(self, weight: float, clipped: ClippedSum, shown: bool) -> None:
-        values = list(clipped.sums.values())
-        if self._sums:
-            torch._foreach_add_([self._sums[name] for name in clipped.sums], values, alpha=weight)
-        else:
-            self._sums = dict(clipped.sums)
-            if weight != 1:
-                torch._foreach_mul_(values, weight)
-        if shown:
-            self._clipped.append(ClippedSum({}, clipped.norms_B, clipped.clipped_B, clipped.losses_B))
+    def add(self, clipped: Clipped) -> None:
+        self._norms.append(clipped.norms_B)
+        self._clipped.append(clipped.clipped_B)
+        self._losses.append(clipped.losses_B.float())
 
     def result(self, step: int, batch_size: int) -> StepResult:
-        if not self._clipped:
+        if not self._losses:
             return StepResult(step, math.nan, batch_size, 0.0, math.nan)
-        norms = torch.cat([c.norms_B for c in self._clipped])
-        clipped = torch.cat([c.clipped_B for c in self._clipped])
-        losses = torch.cat([c.losses_B for c in self._clipped]).float()
+        norms, clipped, losses = torch.cat(self._norms), torch.cat(self._clipped), torch.cat(self._losses)
         return StepResult(
             step, losses.mean().item(), batch_size, clipped.float().mean().item(), norms.nanmedian().item()
         )
+
+
+def _sum_dtype(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _one_loss_an_example(losses_B: Tensor, examples: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diskdp import clipped_gradient, explain
 from diskdp.clipping import Clipper
-from diskdp.gradients import Engine, batches, clipped_sum, planner
+from diskdp.gradients import Engine, batches, clip, planner
 from diskdp.gradients.ownership import Layout, Owner, candidates, explanations, probe_exponents
 from diskdp.gradients.terms import Conv, ConvShape, Direct, Outer, Term, combine
 from tests import oracle
@@ -179,7 +179,7 @@ def test_nothing_outlives_the_call() -> None:
     gc.collect()
     gc.disable()
     try:
-        clipped_sum(engine, batch, [(1.0, None)], Clipper("flat", 1.0))
+        clip(engine, batch, [(1.0, None)], Clipper("flat", 1.0)).summed()
         assert seen
         assert all(ref() is None for ref in seen)
     finally:

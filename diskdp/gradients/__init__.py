@@ -1,21 +1,21 @@
 """Per-example gradients without materialising them: one list of terms for every parameter."""
 
-from diskdp.gradients.clipped import ClippedSum, clipped_gradient, clipped_sum
+from diskdp.gradients.clipped import Clipped, clip, clipped_gradient
 from diskdp.gradients.engine import Engine, LossFunction, Point
 from diskdp.gradients.explain import Explanation, ParameterRow, explain
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.structure import refuse_modules
 
 __all__ = [
-    "ClippedSum",
+    "Clipped",
     "Engine",
     "Explanation",
     "LossFunction",
     "ParameterRow",
     "Point",
     "RandomState",
+    "clip",
     "clipped_gradient",
-    "clipped_sum",
     "explain",
     "refuse_modules",
 ]

@@ -1,10 +1,9 @@
-"""The clipped sum: per-example gradients in, Σ_i clip(u_i) and the norms ‖u_i‖ out. Un-noised, for the step alone."""
+"""Clipping: per-example gradients in, Σ_i clip(u_i) and the norms ‖u_i‖ out. Un-noised, for the step alone."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +13,7 @@ from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
 from diskdp.gradients.planner import Norms, choose, squared_norms, weighted_sum
 from diskdp.gradients.structure import Structure
-from diskdp.gradients.terms import Direct
+from diskdp.gradients.terms import Direct, Term
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
 # is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
@@ -25,14 +24,39 @@ CANCELLED = 1 / 16
 SCATTER_UNITS = 4.0
 
 
-@dataclass(frozen=True)
-class ClippedSum:
-    """Σ_i clip(u_i) for every parameter, in float32 or better, and what the data holder may look at."""
+class Clipped:
+    """The clipped gradients of some examples, summed on demand, and what the data holder may look at."""
 
-    sums: dict[str, Tensor]
-    norms_B: Tensor  # of u_i over all parameters, before clipping
-    clipped_B: Tensor  # whether clipping shortened u_i
-    losses_B: Tensor
+    def __init__(
+        self,
+        terms: dict[str, list[Term]],
+        kept: dict[str, Tensor | None],
+        factors: Mapping[str, Tensor],
+        zeros: Mapping[str, Tensor],
+        norms_B: Tensor,
+        clipped_B: Tensor,
+        losses_B: Tensor,
+    ) -> None:
+        self._terms, self._kept, self._factors, self._zeros = terms, kept, factors, zeros
+        self.norms_B = norms_B  # of u_i over all parameters, before clipping
+        self.clipped_B = clipped_B  # whether clipping shortened u_i
+        self.losses_B = losses_B
+
+    @torch.no_grad()
+    def summed(self, onto: Mapping[str, Tensor] | None = None, weight: float = 1.0) -> dict[str, Tensor]:
+        """weight · Σ_i clip(u_i) for every parameter, in float32 or better, added to ``onto`` in its memory if given.
+
+        To be called once: the terms are taken out as they are summed, so that their memory is free for what follows.
+        """
+        sums = {}
+        for name, factors_B in self._factors.items():
+            total = None if onto is None else onto[name]
+            terms = self._terms.pop(name)
+            if terms:
+                sums[name] = weighted_sum(terms, factors_B * weight, self._kept.pop(name), total)
+            else:
+                sums[name] = self._zeros[name].clone() if total is None else total
+        return sums
 
 
 def relative_slack(dtype: torch.dtype, points: Sequence[Point]) -> float:
@@ -45,8 +69,8 @@ def relative_slack(dtype: torch.dtype, points: Sequence[Point]) -> float:
 
 
 @torch.no_grad()
-def clipped_sum(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper) -> ClippedSum:
-    """One pass a point, norms, factors, and one weighted product a term."""
+def clip(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper) -> Clipped:
+    """One pass a point, norms and factors; what is left to do is one weighted product a term."""
     points = [(a, values) for a, values in points if a != 0]
     return _clip(engine.gradients(batch, points), clipper, points)
 
@@ -70,8 +94,8 @@ def clipped_gradient(
     >>> norms.tolist(), grads["weight"]
     ([5.0, 0.5], tensor([[0.6000, 1.3000]]))
     """
-    result = clipped_sum(_engine_for(model, loss_fn), batch, points, Clipper(clipping, max_norm))
-    return result.sums, result.norms_B
+    clipped = clip(_engine_for(model, loss_fn), batch, points, Clipper(clipping, max_norm))
+    return clipped.summed(), clipped.norms_B
 
 
 _Examined: TypeAlias = "weakref.WeakKeyDictionary[LossFunction, dict[object, Structure]]"
@@ -87,8 +111,7 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
         return Engine(model, loss_fn)
 
 
-def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> ClippedSum:
-    """Takes the terms out of ``gradients`` as they are summed, so that their memory is free for what follows."""
+def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Clipped:
     terms = gradients.terms
     groups = clipper.groups(list(terms))
     norms = {name: squared_norms(own, choose(own)) for name, own in terms.items() if own}
@@ -112,14 +135,9 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
     error_GB = SCATTER_UNITS * torch.finfo(dtype).eps * scatter_GB.clamp(min=0).sqrt().nan_to_num(0.0, 0.0, 0.0)
     safe_GB = norms_GB * (1 + relative_slack(dtype, points)) + error_GB
     factors_GB = clipper.factors(safe_GB).masked_fill(bad_B, 0)
-    sums = {}
-    for group, factors_B in zip(groups, factors_GB):
-        for name in group:
-            own_terms = terms.pop(name)
-            sums[name] = (
-                weighted_sum(own_terms, factors_B, kept.pop(name)) if own_terms else gradients.zeros[name].clone()
-            )
-    return ClippedSum(sums, squares_GB.sum(0).sqrt(), clipper.shortens(norms_GB), gradients.losses_B)
+    factors = {name: factors_B for group, factors_B in zip(groups, factors_GB) for name in group}
+    shortened_B = clipper.shortens(norms_GB)
+    return Clipped(terms, kept, factors, gradients.zeros, squares_GB.sum(0).sqrt(), shortened_B, gradients.losses_B)
 
 
 def _by_group(norms: Mapping[str, Norms], groups: list[list[str]], like_B: Tensor) -> tuple[Tensor, Tensor]:

@@ -67,14 +67,19 @@ def squared_norms(terms: Sequence[Term], method: Method) -> Norms:
     return Norms(torch.cat([p.squares_B for p in parts]), torch.cat([p.scatter_B for p in parts]), None)
 
 
-def weighted_sum(terms: Sequence[Term], weights_B: Tensor, kept: Tensor | None) -> Tensor:
-    """Σ_i weights_i Σ terms: from the kept per-example gradients, or by one matrix product a term."""
-    if kept is not None:
-        return Direct(kept).weighted_sum(weights_B)
-    total = terms[0].weighted_sum(weights_B)
-    for term in terms[1:]:
-        total = term.weighted_sum(weights_B, onto=total)
-    return total
+def weighted_sum(terms: Sequence[Term], weights_B: Tensor, kept: Tensor | None, onto: Tensor | None = None) -> Tensor:
+    """Σ_i weights_i Σ terms, added to ``onto`` in its memory if given.
+
+    From the kept per-example gradients, or by one matrix product a term.
+    """
+    for term in terms if kept is None else [Direct(kept)]:
+        if onto is None or onto.dtype == term.dtype:
+            onto = term.weighted_sum(weights_B, onto)
+        else:
+            onto.add_(term.weighted_sum(weights_B))
+    if onto is None:
+        raise ValueError("there is no term to sum")
+    return onto
 
 
 def _methods(terms: Sequence[Term]) -> list[Method]:

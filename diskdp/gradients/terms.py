@@ -27,6 +27,10 @@ class Direct:
     def batch(self) -> int:
         return self.grads.shape[0]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grads.dtype
+
     def per_example(self) -> Tensor:
         return self.grads
 
@@ -60,6 +64,10 @@ class Outer:
     @property
     def batch(self) -> int:
         return self.right.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.right.dtype
 
     @property
     def one_hot(self) -> bool:
@@ -137,6 +145,10 @@ class Conv:
     output: Tensor
     batch: int
     shape: ConvShape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.output.dtype
 
     def per_example(self) -> Tensor:
         """Weight gradients by one grouped convolution over all images (stride and dilation change places)."""
