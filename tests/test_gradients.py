@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,13 +74,16 @@ def row_numbers(batch: int, length: int, rows: int, width: int) -> Outer:
 )
 @settings(max_examples=100, deadline=None)
 def test_methods_for_matrices_agree(batch: int, parts: list[tuple[int, bool]], rows: int, width: int) -> None:
-    terms: list[Term] = [(row_numbers if hot else outer)(batch, length, rows, width) for length, hot in parts]
+    terms: list[Term] = [
+        replace((row_numbers if hot else outer)(batch, length, rows, width), scale=1 - 2 * torch.rand(()).item())
+        for length, hot in parts
+    ]
     exact = torch.stack([t.per_example() for t in terms]).sum(0)
     for method in planner._methods(terms):
         norms = planner.squared_norms(terms, method)
         assert torch.allclose(norms.squares_B, exact.square().sum((1, 2)))
         weights = torch.rand(batch).double()
-        total = planner.weighted_sum(terms, weights, norms.kept)
+        total = planner.weighted_sum([norms.gradients] if norms.gradients else terms, weights)
         assert torch.allclose(total, (exact * weights[:, None, None]).sum(0))
 
 
@@ -107,24 +111,29 @@ def test_methods_for_convolutions_agree(
         x = torch.randn(images, 2 * groups, *[7] * len(axes)).double()
         output = convolve(x, weight, None, stride, padding, dilation, groups)
         r = torch.randn_like(output)
-        terms.append(Conv(x, r.detach(), batch, ConvShape(kernel, stride, padding, dilation, groups)))
+        shape, scale = ConvShape(kernel, stride, padding, dilation, groups), torch.rand(()).item() - 0.5
+        terms.append(Conv(x, r.detach(), batch, shape, scale))
         for i in range(batch):
             own = slice(i * copies, (i + 1) * copies)
-            exact[i] += torch.autograd.grad((output[own] * r[own]).sum(), weight, retain_graph=True)[0]
+            exact[i] += scale * torch.autograd.grad((output[own] * r[own]).sum(), weight, retain_graph=True)[0]
     for method in planner._methods(terms):
         norms = planner.squared_norms(terms, method)
         assert torch.allclose(norms.squares_B, exact.flatten(1).square().sum(1))
         weights = torch.rand(batch).double()
-        total = planner.weighted_sum(terms, weights, norms.kept)
+        total = planner.weighted_sum([norms.gradients] if norms.gradients else terms, weights)
         assert torch.allclose(total, torch.einsum("b,b...->...", weights, exact))
 
 
 def test_chunks_give_the_same_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    terms: list[Term] = [outer(7, 3, 4, 5)]
-    whole = [planner.squared_norms(terms, m).squares_B for m in planner._methods(terms)]
-    monkeypatch.setattr(planner, "MAX_ELEMENTS", 30)
-    for method, norms in zip(planner._methods(terms), whole):
-        assert torch.allclose(planner.squared_norms(terms, method).squares_B, norms)
+    conv = Conv(torch.randn(7, 2, 5).double(), torch.randn(7, 3, 5).double(), 7, ConvShape((3,), (1,), (1,), (1,), 1))
+    for terms in ([outer(7, 3, 4, 5)], [outer(7, 30, 4, 5)], [conv, replace(conv, scale=-0.5)]):
+        whole = [planner.squared_norms(terms, m) for m in planner._methods(terms)]
+        with monkeypatch.context() as patched:
+            patched.setattr(planner, "MAX_ELEMENTS", 30)
+            for method, norms in zip(planner._methods(terms), whole):
+                chunked = planner.squared_norms(terms, method)
+                assert torch.allclose(chunked.squares_B, norms.squares_B)
+                assert (chunked.gradients is None) == (norms.gradients is None) == (not method.keeps)
 
 
 @pytest.mark.parametrize("coefficients", [(0.3, 0.7), (-64.0, 65.0), (0.5, 0.2, 0.3)])

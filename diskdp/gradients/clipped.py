@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
 from diskdp.gradients.planner import Norms, choose, squared_norms, weighted_sum
+from diskdp.gradients.products import full_precision
 from diskdp.gradients.structure import Structure
-from diskdp.gradients.terms import Direct, Term
+from diskdp.gradients.terms import Term
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
 # is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
@@ -30,14 +31,13 @@ class Clipped:
     def __init__(
         self,
         terms: dict[str, list[Term]],
-        kept: dict[str, Tensor | None],
         factors: Mapping[str, Tensor],
         zeros: Mapping[str, Tensor],
         norms_B: Tensor,
         clipped_B: Tensor,
         losses_B: Tensor,
     ) -> None:
-        self._terms, self._kept, self._factors, self._zeros = terms, kept, factors, zeros
+        self._terms, self._factors, self._zeros = terms, factors, zeros
         self.norms_B = norms_B  # of u_i over all parameters, before clipping
         self.clipped_B = clipped_B  # whether clipping shortened u_i
         self.losses_B = losses_B
@@ -49,13 +49,14 @@ class Clipped:
         To be called once: the terms are taken out as they are summed, so that their memory is free for what follows.
         """
         sums = {}
-        for name, factors_B in self._factors.items():
-            total = None if onto is None else onto[name]
-            terms = self._terms.pop(name)
-            if terms:
-                sums[name] = weighted_sum(terms, factors_B * weight, self._kept.pop(name), total)
-            else:
-                sums[name] = self._zeros[name].clone() if total is None else total
+        with full_precision():
+            for name, factors_B in self._factors.items():
+                total = None if onto is None else onto[name]
+                terms = self._terms.pop(name)
+                if terms:
+                    sums[name] = weighted_sum(terms, factors_B * weight, total)
+                else:
+                    sums[name] = self._zeros[name].clone() if total is None else total
         return sums
 
 
@@ -72,7 +73,9 @@ def relative_slack(dtype: torch.dtype, points: Sequence[Point]) -> float:
 def clip(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper) -> Clipped:
     """One pass a point, norms and factors; what is left to do is one weighted product a term."""
     points = [(a, values) for a, values in points if a != 0]
-    return _clip(engine.gradients(batch, points), clipper, points)
+    gradients = engine.gradients(batch, points)
+    with full_precision():
+        return _clip(gradients, clipper, points)
 
 
 def clipped_gradient(
@@ -114,22 +117,25 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
 def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Clipped:
     terms = gradients.terms
     groups = clipper.groups(list(terms))
-    norms = {name: squared_norms(own, choose(own)) for name, own in terms.items() if own}
-    kept = {name: own.kept for name, own in norms.items()}
+    norms = {}
+    for name, own in terms.items():
+        if own:
+            norms[name] = squared_norms(own, choose(own))
+            if (gradients_made := norms[name].gradients) is not None:
+                terms[name] = [gradients_made]
     finite_B = torch.isfinite(gradients.losses_B)
     squares_GB, scatter_GB = _by_group(norms, groups, finite_B)
     # cancelled or overflowed in float32: the products of these examples are taken again in float64
     again_B = ~torch.isfinite(squares_GB).all(0) | (squares_GB < scatter_GB * CANCELLED).any(0)
     if bool(again_B.any()):
         index = again_B.nonzero().flatten()
-        own = {name: [t.take(index).double() for t in terms[name]] for name in norms}
-        exact = {name: squared_norms(ts, choose(ts)) for name, ts in own.items()}
+        again = {name: [t.take(index).double() for t in terms[name]] for name in norms}
+        exact = {name: squared_norms(ts, choose(ts)) for name, ts in again.items()}
         squares_GB[:, again_B], _ = _by_group(exact, groups, finite_B[index])
     bad_B = ~(torch.isfinite(squares_GB).all(0) & finite_B)
     if bool(bad_B.any()):
         for own_terms in terms.values():
             own_terms[:] = [t.without(bad_B) for t in own_terms]
-        kept = {name: None if own is None else Direct(own).without(bad_B).grads for name, own in kept.items()}
     norms_GB = squares_GB.clamp_(min=0).sqrt()
     dtype = _coarsest(norms)
     error_GB = SCATTER_UNITS * torch.finfo(dtype).eps * scatter_GB.clamp(min=0).sqrt().nan_to_num(0.0, 0.0, 0.0)
@@ -137,7 +143,7 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
     factors_GB = clipper.factors(safe_GB).masked_fill(bad_B, 0)
     factors = {name: factors_B for group, factors_B in zip(groups, factors_GB) for name in group}
     shortened_B = clipper.shortens(norms_GB)
-    return Clipped(terms, kept, factors, gradients.zeros, squares_GB.sum(0).sqrt(), shortened_B, gradients.losses_B)
+    return Clipped(terms, factors, gradients.zeros, squares_GB.sum(0).sqrt(), shortened_B, gradients.losses_B)
 
 
 def _by_group(norms: Mapping[str, Norms], groups: list[list[str]], like_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,5 +159,5 @@ def _by_group(norms: Mapping[str, Norms], groups: list[list[str]], like_B: Tenso
 
 def _coarsest(norms: Mapping[str, Norms]) -> torch.dtype:
     """The dtype with the largest rounding error among those in which norms were taken."""
-    dtypes = [n.squares_B.dtype for n in norms.values()]
+    dtypes = [n.precision for n in norms.values()]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float64)

@@ -16,6 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diskdp.gradients.products import add_products, dots, gram_products, sum_of_outers
+
+# Points are mixed by differences of their factors where Σ|a_k| is beyond this: nearly equal points could cancel.
+_MODERATE = 4.0
+
 
 @dataclass(frozen=True)
 class Direct:
@@ -31,8 +36,20 @@ class Direct:
     def dtype(self) -> torch.dtype:
         return self.grads.dtype
 
+    @property
+    def numbers(self) -> int:
+        """Held in memory for the term."""
+        return self.grads.numel()
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        return tuple(self.grads.shape[1:])
+
     def per_example(self) -> Tensor:
         return self.grads
+
+    def add_per_example(self, onto: Tensor) -> None:
+        onto.add_(self.grads)
 
     def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
         """Σ_i weights_i g_i, added to ``onto`` in its memory if given."""
@@ -73,6 +90,15 @@ class Outer:
     def one_hot(self) -> bool:
         return self.left.dim() == 2
 
+    @property
+    def numbers(self) -> int:
+        """Held in memory for the term."""
+        return self.left.numel() + self.right.numel()
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        return (self.rows, self.right.shape[2])
+
     def per_example(self) -> Tensor:
         if not self.one_hot:
             grads = torch.bmm(self.left.transpose(1, 2), self.right)
@@ -80,6 +106,13 @@ class Outer:
             grads = self.right.new_zeros(self.batch, self.rows, self.right.shape[2])
             grads.scatter_add_(1, self.left.unsqueeze(2).expand_as(self.right), self.right)
         return grads if self.scale == 1 else grads.mul_(self.scale)
+
+    def add_per_example(self, onto: Tensor) -> None:
+        if self.one_hot:
+            right = self.right if self.scale == 1 else self.right * self.scale
+            onto.scatter_add_(1, self.left.unsqueeze(2).expand_as(right), right)
+        else:
+            add_products(self.left.transpose(1, 2), self.right.transpose(1, 2), self.scale, onto)
 
     def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
         """Σ_i weights_i G_i, added to ``onto`` in its memory if given."""
@@ -93,8 +126,7 @@ class Outer:
             left = left * weights
         else:
             right = right * weights
-        transposed, right = left.reshape(-1, self.rows).t(), right.reshape(-1, width)
-        return transposed @ right if onto is None else onto.addmm_(transposed, right)
+        return sum_of_outers(left.reshape(-1, self.rows), right.reshape(-1, width), onto)
 
     def take(self, examples: slice | Tensor) -> Outer:
         return replace(self, left=self.left[examples], right=self.right[examples])
@@ -119,11 +151,13 @@ class Outer:
         """<G_i, G'_i> for each example: Σ_{t,s} (left_t · left'_s)(right_t · right'_s)."""
         factor = self.scale * other.scale
         if not self.one_hot and not other.one_hot and self.left.shape[1] == other.left.shape[1] == 1:
-            return _dot(self.left, other.left).mul_(_dot(self.right, other.right)).mul_(factor)
+            return dots(self.left, other.left).mul_(dots(self.right, other.right)).mul_(factor)
         return self._products(other).sum((1, 2)).mul_(factor)
 
     def _products(self, other: Outer) -> Tensor:
-        return torch.bmm(self.right, other.right.transpose(1, 2)).mul_(_left_gram(self, other))
+        if not self.one_hot and not other.one_hot:
+            return gram_products([(self.right, other.right), (self.left, other.left)])
+        return gram_products([(self.right, other.right)]).mul_(_one_hot_gram(self, other))
 
 
 @dataclass(frozen=True)
@@ -139,16 +173,31 @@ class ConvShape:
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution's input [B·K, C, *S] and output gradient [B·K, P, *O], K images an example, examples outermost."""
+    """scale · a convolution's input [B·K, C, *S] and output gradient [B·K, P, *O], K images an example, in order."""
 
     input: Tensor
     output: Tensor
     batch: int
     shape: ConvShape
+    scale: float = 1.0
 
     @property
     def dtype(self) -> torch.dtype:
         return self.output.dtype
+
+    @property
+    def numbers(self) -> int:
+        """Held in memory for the term."""
+        return self.input.numel() + self.output.numel()
+
+    @property
+    def images(self) -> int:
+        """K, the images of one example."""
+        return self.input.shape[0] // self.batch
+
+    @property
+    def gradient_shape(self) -> tuple[int, ...]:
+        return (self.output.shape[1], self.input.shape[1] // self.shape.groups, *self.shape.kernel)
 
     def per_example(self) -> Tensor:
         """Weight gradients by one grouped convolution over all images (stride and dilation change places)."""
@@ -162,13 +211,17 @@ class Conv:
         for axis, size in enumerate(conv.kernel):  # a stride that does not divide leaves extra positions
             grads = grads.narrow(2 + axis, 0, size)
         grads = grads.reshape(channels // conv.groups, images, filters, *conv.kernel).movedim(0, 2)
-        return self._by_example(grads)
+        grads = grads if self.images == 1 else grads.unflatten(0, (self.batch, -1)).sum(1)
+        return grads if self.scale == 1 else grads * self.scale
 
-    def per_example_by_patches(self) -> Tensor:
-        """The same by one matrix product an image over its patches; for groups = 1."""
-        images, filters = self.output.shape[:2]
-        grads = torch.bmm(self.output.reshape(images, filters, -1), self.patches().transpose(1, 2))
-        return self._by_example(grads.view(images, filters, self.input.shape[1], *self.shape.kernel))
+    def add_per_example(self, onto: Tensor) -> None:
+        """The same by one matrix product an image and group, of the output gradient and the patches it met."""
+        groups = self.shape.groups
+        rows = self.output.reshape(self.batch, self.images, groups, self.output.shape[1] // groups, -1)
+        patches = self.patches().view(self.batch, self.images, groups, -1, rows.shape[-1])
+        total = onto.view(self.batch * groups, rows.shape[3], -1)
+        for image in range(self.images):
+            add_products(rows[:, image].flatten(0, 1), patches[:, image].flatten(0, 1), self.scale, total)
 
     def patches(self) -> Tensor:
         """The receptive field of every output position, [B·K, C·kernel, positions]."""
@@ -185,24 +238,55 @@ class Conv:
         )
         return view.reshape(x.shape[0], -1, math.prod(out))
 
-    def outer(self) -> Outer:
-        """As rows over positions, for a Gram norm; for groups = 1."""
-        images, filters = self.output.shape[:2]
-        left = self.output.reshape(images, filters, -1).transpose(1, 2).reshape(self.batch, -1, filters)
-        patches = self.patches()
-        right = patches.transpose(1, 2).reshape(self.batch, -1, patches.shape[1])
-        return Outer(left, right, filters)
+    def squared_norm(self) -> tuple[Tensor, Tensor]:
+        """‖G_i‖² and Σ_t |output_t|²|patch_t|² for each example."""
+        products, factor = self._products(self), self.scale**2
+        diagonal = products.diagonal(dim1=1, dim2=2).sum(1)
+        return self._over_groups(products.sum((1, 2)) * factor), self._over_groups(diagonal * factor)
+
+    def squared_norm_with(self, other: Conv) -> Tensor:
+        """<G_i, G'_i> for each example, both of one shape."""
+        return self._over_groups(self._products(other).sum((1, 2)) * (self.scale * other.scale))
+
+    def _products(self, other: Conv) -> Tensor:
+        """(output_t · output'_s)(patch_t · patch'_s) for all positions t, s of an example and a group: [B·g, T, T].
+
+        The patches' products are sums over the kernel of shifted products of pixels: no patch is ever written down.
+        """
+        a, b, conv = self._by_group(self.input), other._by_group(other.input), self.shape
+        places = torch.bmm(a.flatten(2).transpose(1, 2), b.flatten(2))
+        sizes, outputs = self._sizes(self.input), self._sizes(self.output)
+        places = places.view(len(a), *sizes, *sizes)
+        for i in range(len(conv.kernel)):
+            axes = 2 + i, 2 + i + len(sizes)
+            window = conv.kernel[i], conv.stride[i], conv.padding[i], conv.dilation[i]
+            places = _sum_along_kernel(places, axes, outputs[1 + i], *window)
+        rows_a, rows_b = self._by_group(self.output).flatten(2), other._by_group(other.output).flatten(2)
+        return gram_products([(rows_a.transpose(1, 2), rows_b.transpose(1, 2))]).mul_(
+            places.reshape(len(a), rows_a.shape[2], rows_b.shape[2])
+        )
+
+    def _sizes(self, values: Tensor) -> tuple[int, ...]:
+        """Axes of an example's positions: images first."""
+        return (self.images, *values.shape[2:])
+
+    def _by_group(self, values: Tensor) -> Tensor:
+        """[B·K, C, *S] -> [B·g, C/g, K, *S]."""
+        split = values.reshape(self.batch, self.images, self.shape.groups, -1, *values.shape[2:])
+        return split.movedim(1, 3).flatten(0, 1)
+
+    def _over_groups(self, values: Tensor) -> Tensor:
+        return values.view(self.batch, -1).sum(1)
 
     def weighted_sum(self, weights_B: Tensor, onto: Tensor | None = None) -> Tensor:
         """Σ_i weights_i G_i, added to ``onto`` in its memory if given."""
         x, conv = self.input, self.shape
-        weights = weights_B.to(x.dtype).repeat_interleave(x.shape[0] // self.batch)
+        weights = (weights_B * self.scale).to(x.dtype).repeat_interleave(self.images)
         scaled = self.output * weights.view(-1, *[1] * (x.dim() - 1))
-        kernel = x.new_empty(self.output.shape[1], x.shape[1] // conv.groups, *conv.kernel)
         result = torch.ops.aten.convolution_backward(
             scaled,
             x,
-            kernel,
+            x.new_empty(self.gradient_shape),
             None,
             conv.stride,
             conv.padding,
@@ -223,11 +307,38 @@ class Conv:
         return replace(self, input=self.input.double(), output=self.output.double())
 
     def without(self, bad_B: Tensor) -> Conv:
-        bad = bad_B.repeat_interleave(self.input.shape[0] // self.batch)
+        bad = bad_B.repeat_interleave(self.images)
         return replace(self, input=_blank(self.input, bad), output=_blank(self.output, bad))
 
-    def _by_example(self, grads: Tensor) -> Tensor:
-        return grads if grads.shape[0] == self.batch else grads.unflatten(0, (self.batch, -1)).sum(1)
+
+def _sum_along_kernel(
+    products: Tensor, axes: tuple[int, int], outputs: int, kernel: int, stride: int, padding: int, dilation: int
+) -> Tensor:
+    """Products of pixels -> of windows: Σ_o products[.., s t + d o - p, .., s t' + d o - p, ..] for all t, t'."""
+    if (kernel, stride, padding) == (1, 1, 0):
+        return products
+    inputs, total = products.shape[axes[0]], None
+    for offset in sorted((dilation * o - padding for o in range(kernel)), key=abs):
+        first = max(0, -(offset // stride))  # outputs from here on see a pixel, not padding
+        last = min(outputs - 1, (inputs - 1 - offset) // stride)
+        if last < first:
+            continue
+        piece = products
+        for axis in axes:
+            index = [slice(None)] * products.dim()
+            index[axis] = slice(first * stride + offset, last * stride + offset + 1, stride)
+            piece = piece[tuple(index)]
+        if total is None:
+            shape = [outputs if i in axes else size for i, size in enumerate(products.shape)]
+            whole = last - first + 1 == outputs
+            total = piece.clone(memory_format=torch.contiguous_format) if whole else products.new_zeros(shape)
+            if whole:
+                continue
+        place = total.narrow(axes[0], first, last - first + 1).narrow(axes[1], first, last - first + 1)
+        place += piece
+    if total is None:
+        raise ValueError("a convolution whose kernel meets nothing but padding")
+    return total
 
 
 Term: TypeAlias = Direct | Outer | Conv
@@ -236,10 +347,10 @@ Term: TypeAlias = Direct | Outer | Conv
 def combine(terms: Sequence[Term], coefficients: Sequence[float]) -> list[Term]:
     """Terms of one use at several points -> terms of the weighted sum Σ_k a_k G_k.
 
-    Written with differences taken in the factors,
-    Σ_k a_k l_k ⊗ r_k = l_0 ⊗ (Σ_k a_k r_k) + Σ_{k>0} a_k (l_k - l_0) ⊗ r_k,
-    so that nearly equal points with large coefficients of opposite sign cancel before they are squared.
-    A factor that is the same at every point (a layer's input data, token numbers) leaves a single term.
+    A factor that is the same at every point (a layer's input data, token numbers) leaves a single term. Otherwise each
+    point keeps its own, unless large coefficients of opposite sign could make nearly equal points cancel. Then
+    differences are taken in the factors, before anything is squared:
+    Σ_k a_k l_k ⊗ r_k = l_0 ⊗ (Σ_k a_k r_k) + Σ_{k>0} a_k (l_k - l_0) ⊗ r_k.
 
     >>> l, r = torch.ones(1, 1, 2), torch.ones(1, 1, 3)
     >>> [len(combine([Outer(l, r, 2), Outer(x, y, 2)], [0.25, 0.75])) for x, y in [(2 * l, 2 * r), (l, 2 * r)]]
@@ -248,27 +359,30 @@ def combine(terms: Sequence[Term], coefficients: Sequence[float]) -> list[Term]:
     first = terms[0]
     if len(terms) == 1:
         return [_scaled(first, coefficients[0])]
+    moderate = sum(abs(a) for a in coefficients) <= _MODERATE
     if isinstance(first, Direct):
         return [Direct(_mix([t.per_example() for t in terms], coefficients))]
     if isinstance(first, Conv):
         convs = [t for t in terms if isinstance(t, Conv)]
+        same = all(same_data(t.input, first.input) for t in convs)
+        if moderate and not same:
+            return [_scaled(t, a) for t, a in zip(convs, coefficients)]
         mixed: list[Term] = [replace(first, output=_mix([t.output for t in convs], coefficients))]
         for a, conv in zip(coefficients[1:], convs[1:]):
-            if not same_data(conv.input, first.input):
-                mixed.append(replace(first, input=conv.input - first.input, output=conv.output * a))
+            if not same:
+                mixed.append(replace(first, input=conv.input - first.input, output=conv.output, scale=a * conv.scale))
         return mixed
     outers = [t for t in terms if isinstance(t, Outer)]
-    fixed = all(same_data(t.left, first.left) for t in outers)
-    if fixed or not all(same_data(t.right, first.right) for t in outers):
-        result: list[Term] = [replace(first, right=_mix([t.right for t in outers], coefficients))]
-        if fixed:
-            return result
-        if first.one_hot:  # different rows at the two points: nothing to cancel
-            return [_scaled(t, a) for t, a in zip(outers, coefficients)]
-        for a, t in zip(coefficients[1:], outers[1:]):
-            result.append(replace(first, left=t.left - first.left, right=t.right, scale=a * t.scale))
-        return result
-    return [replace(first, left=_mix([t.left for t in outers], coefficients))]
+    if all(same_data(t.left, first.left) for t in outers):
+        return [replace(first, right=_mix([t.right for t in outers], coefficients))]
+    if all(same_data(t.right, first.right) for t in outers):
+        return [replace(first, left=_mix([t.left for t in outers], coefficients))]
+    if moderate or first.one_hot:  # different rows of a table: nothing to cancel
+        return [_scaled(t, a) for t, a in zip(outers, coefficients)]
+    result: list[Term] = [replace(first, right=_mix([t.right for t in outers], coefficients))]
+    for a, t in zip(coefficients[1:], outers[1:]):
+        result.append(replace(first, left=t.left - first.left, right=t.right, scale=a * t.scale))
+    return result
 
 
 def pairable(terms: Sequence[Term]) -> bool:
@@ -314,8 +428,6 @@ def _scaled(term: Term, a: float) -> Term:
         return term
     if isinstance(term, Direct):
         return Direct(term.grads * a)
-    if isinstance(term, Conv):
-        return replace(term, output=term.output * a)
     return replace(term, scale=term.scale * a)
 
 
@@ -323,21 +435,13 @@ def _added(total: Tensor, onto: Tensor | None) -> Tensor:
     return total if onto is None else onto.add_(total)
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Dot products of single rows, [B, 1, D] -> [B]."""
-    if a is b:
-        return torch.linalg.vector_norm(a, dim=(1, 2)).square_()
-    return torch.bmm(a, b.transpose(1, 2)).view(-1)
-
-
-def _left_gram(a: Outer, b: Outer) -> Tensor:
-    if not a.one_hot and not b.one_hot:
-        return torch.bmm(a.left, b.left.transpose(1, 2))
+def _one_hot_gram(a: Outer, b: Outer) -> Tensor:
+    """Products of left rows, at least one of them one-hot: no more than a comparison or a lookup."""
     if a.one_hot and b.one_hot:
         return (a.left.unsqueeze(2) == b.left.unsqueeze(1)).to(a.right.dtype)
     if b.one_hot:  # row b.left[s] of the dense factor: [B, T, S]
         return a.left.gather(2, b.left.unsqueeze(1).expand(-1, a.left.shape[1], -1))
-    return _left_gram(b, a).transpose(1, 2)
+    return _one_hot_gram(b, a).transpose(1, 2)
 
 
 def _blank(values: Tensor, bad_B: Tensor) -> Tensor:
