@@ -17,6 +17,8 @@ from torch.utils.data import TensorDataset
 from diskdp import DiSK, NoFilter, Plan, clipped_gradient, privatize
 from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
 from diskdp.gradients import Engine
+from diskdp.gradients.rules import default_rules
+from diskdp.gradients.trace import Trace
 from diskdp.ledger import Ledger
 from tests import oracle
 from tests.models import Lambda, classify, parameter
@@ -105,6 +107,47 @@ def test_rows_that_a_mask_packs() -> None:
     ragged = torch.arange(3)[None] < torch.tensor([1, 3, 2, 2])[:, None]
     with pytest.raises(GradientError):
         error(model, (x, ragged, y), loss, 0.3)
+
+
+def picks(forward: Any, *data: Tensor, batch: int = 4) -> bool:
+    """Whether a forward pass over ``data`` is taken to pick among examples."""
+    head = nn.Parameter(torch.ones(3))
+    trace = Trace({"head": head}, {}, data, default_rules())
+    with torch.enable_grad(), trace:
+        forward(head, *data)
+    return trace.moves(batch)
+
+
+@pytest.mark.parametrize(
+    ("moves", "forward"),
+    [
+        (False, lambda w, x, n: (x * w).gather(1, n[:, None])),  # a score by its label
+        (False, lambda w, x, n: (x * w)[torch.arange(4), n]),
+        (False, lambda w, x, n: (x * w)[:, n]),
+        (False, lambda w, x, n: (x * w)[..., n]),
+        (False, lambda w, x, n: n[:2].float() * w[0]),  # whole numbers cut at fixed places
+        (False, lambda w, x, n: torch.zeros(4, 3)[n] * x * w),  # a constant table, row for row of the numbers
+        (True, lambda w, x, n: (x * w)[n]),
+        (True, lambda w, x, n: (x * w)[None, n]),
+        (True, lambda w, x, n: (x * w).index_select(0, n)),
+        (True, lambda w, x, n: (x * w).gather(0, n[:, None])),
+        (True, lambda w, x, n: (x * w)[n > 1]),
+        (True, lambda w, x, n: (x * w).masked_select(x > 0)),
+        (True, lambda w, x, n: torch.zeros(4, 3).index_add(0, n, x * w)),
+        (True, lambda w, x, n: (x * w).repeat_interleave(n, 0)),
+        (True, lambda w, x, n: torch.split(x * w, n.tolist())),
+        (True, lambda w, x, n: w[torch.where(x > 0)[1]]),
+        (True, lambda w, x, n: (x * w)[: int(n.max())]),
+    ],
+)
+def test_what_counts_as_picking_among_examples(moves: bool, forward: Any) -> None:
+    numbers = torch.tensor([1, 0, 2, 1])
+    assert picks(forward, torch.randn(4, 3), numbers) is moves
+
+
+def test_picks_along_an_axis_that_could_hold_the_examples_count() -> None:
+    """Three classes and a batch of three: which axis the labels picked from cannot be told from lengths."""
+    assert picks(lambda w, x, n: (x * w).gather(1, n[:, None]), torch.randn(3, 3), torch.tensor([1, 0, 2]), batch=3)
 
 
 def test_few_live_examples_do_not_settle_the_axis() -> None:

@@ -126,13 +126,16 @@ class Engine:
             for name in use.targets:
                 operations.setdefault(name, set()).add(use.operation)
 
-        if measure or not structure.settles(len(trace.log)):
+        moving = trace.moves(batch_size)
+        if measure or moving or not structure.settles(len(trace.log)):
             exponents_B = probe_exponents(batch_size, torch.Generator().manual_seed(secrets.randbits(63)))
             ownership = Ownership.measure(trace, losses_B, exponents_B)
             for seen, owner in ownership.owned:
-                settled = structure.owner(seen.use, seen.grad, batch_size) if not structure.moving else None
+                settled = None if moving else structure.owner(seen.use, seen.grad, batch_size)
                 take(seen.use, seen.saved, seen.grad, settled or owner)
-            structure.settled.update({k: v for k, v in ownership.settled.items() if k not in structure.settled})
+            if not moving:
+                new = {index: found for index, found in ownership.settled.items() if index not in structure.settled}
+                structure.settled.update(new)
         else:
             unsettled = []
 

@@ -42,15 +42,14 @@ class Structure:
     """What was established about one kind of batch: the layout of every use that only one layout explains.
 
     Where several layouts explain a gradient (few live examples), where none has reached a use yet, and where rows are
-    picked by the data (``moving``), ownership is measured again on each batch (`Ownership`).
+    picked by the data (`Trace.moves`), ownership is measured again on each batch (`Ownership`).
     """
 
     settled: dict[int, tuple[Layout, int]]  # by use: the layout, and the rows an example has on its axis
-    moving: bool
 
     def settles(self, uses: int) -> bool:
         """Whether the first ``uses`` uses need no measurement."""
-        return not self.moving and all(index in self.settled for index in range(uses))
+        return all(index in self.settled for index in range(uses))
 
     def owner(self, use: Use, grad: Tensor, batch: int) -> Owner | None:
         """Who owns the rows of a gradient at a settled use; None if the use is not settled."""
@@ -158,7 +157,7 @@ def examine(
             probe = _probe(run, batch, generator)
         run.compare(batch, probe, known)
         _isolate(run, batch, len(losses_B), generator)
-    return Structure(dict(probe.settled), probe.moving)
+    return Structure(dict(probe.settled))
 
 
 def refuse_modules(model: nn.Module) -> None:
@@ -175,7 +174,6 @@ def refuse_modules(model: nn.Module) -> None:
 @dataclass(frozen=True)
 class _Probe:
     settled: Mapping[int, tuple[Layout, int]]
-    moving: bool
     bad_B: Tensor  # whose gradient is not finite
     losses_B: Tensor
     weights_B: Tensor
@@ -273,7 +271,7 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
         bad_B |= ~torch.isfinite(squared_norms(own, choose(own)).squares_B).to(bad_B.device)
         weights = weights_B.to(losses_B.device)
         sums[name] = torch.stack([term.weighted_sum(weights) for term in own]).sum(0)
-    return _Probe(ownership.settled, trace.moving, bad_B, losses_B.detach(), weights_B, sums, precision)
+    return _Probe(ownership.settled, bad_B, losses_B.detach(), weights_B, sums, precision)
 
 
 def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator) -> None:

@@ -184,7 +184,7 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.rules = rules
-        self.moving = False  # whether the data picked rows: ownership then differs from batch to batch
+        self._picked: set[int] = set()  # lengths of the axes that the data picked from; 0 if it picked any places
         self._sink: Sink | None = None
         self.anchor = torch.zeros((), requires_grad=True)  # makes every tap reachable from the loss
         self.log: list[tuple[str, tuple[str, ...]]] = []  # operation and parameters of each use
@@ -233,10 +233,9 @@ class Trace(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         touched, sources = list(flat_tensors(args, kwargs)), self.sources
-        if getattr(func, "__name__", "") in _PICKING and any(
-            not t.is_floating_point() and self.is_data(t) for t in touched
-        ):
-            self.moving = True
+        name = getattr(func, "__name__", "")
+        if name in _PICKING:
+            self._note_picks(name, args, kwargs)
         if not any(id(t) in sources for t in touched):
             if func in self.rules.guards:
                 self.rules.guards[func](Call(self, func, args, kwargs))
@@ -253,7 +252,7 @@ class Trace(TorchFunctionMode):
         call = Call(self, func, args, kwargs)
         if func in self.rules.guards:
             self.rules.guards[func](call)
-        if getattr(func, "__name__", "") == "__get__":
+        if name == "__get__":
             attribute = getattr(func.__self__, "__name__", "")
             if attribute not in _DIFFERENTIABLE_ATTRIBUTES:
                 return func(*(replaced(args, call.value) if attribute == "data" else args), **kwargs)
@@ -312,6 +311,49 @@ class Trace(TorchFunctionMode):
                 self._alive.append(output)
         return result
 
+    def moves(self, batch: int) -> bool:
+        """Whether the data may have picked among examples: who owns which row then differs from batch to batch.
+
+        Examples lie on an axis whose length is a multiple of the batch's. What is picked along an axis of any other
+        length (a score by its label, a token by its place) leaves them where they were.
+        """
+        return batch > 1 and any(length % batch == 0 for length in self._picked)
+
+    def _note_picks(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember the lengths of axes of data that are picked from by numbers that are data themselves."""
+        target = args[0] if args else kwargs.get("input")
+        others = args[1:2] if name == "__setitem__" else args[1:]
+        numbers = [t for t in flat_tensors(others, kwargs) if not t.is_floating_point() and self.is_data(t)]
+        if not isinstance(target, Tensor):
+            return
+        if name in _LEAVING:
+            if self.is_data(target) and not target.is_floating_point():
+                self._picked.add(0)
+        elif name in _UNEVEN:
+            if (self.is_data(target) or numbers) and (name != "where" or len(args) + len(kwargs) == 1):
+                self._picked.add(0)
+        elif name == "__getitem__":
+            if self.is_data(target):
+                self._picked.update(self._indexed(target, args[1]))
+        elif numbers and name in _WRITING:
+            self._picked.add(0)
+        elif numbers and self.is_data(target):
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
+            self._picked.add(target.shape[axis] if isinstance(axis, int) and target.dim() else 0)
+
+    def _indexed(self, target: Tensor, index: Any) -> Iterator[int]:
+        """Lengths of the axes that ``target[index]`` picks from by data."""
+        axis, parts = 0, index if isinstance(index, tuple) else (index,)
+        for number, part in enumerate(parts):
+            if part is Ellipsis:
+                axis = target.dim() - sum(_axes_taken(p) for p in parts[number + 1 :])
+                continue
+            if isinstance(part, Tensor) and self.is_data(part):
+                yield target.shape[axis] if part.dtype in (torch.int32, torch.int64) else 0
+            elif any(self.is_data(t) for t in flat_tensors([part], {}) if t is not part):  # numbers in a list
+                yield 0
+            axis += _axes_taken(part)
+
     def is_data(self, tensor: Tensor) -> bool:
         return tensor.requires_grad or id(tensor) in self._data
 
@@ -342,6 +384,13 @@ def _view_kind(call: Call, output: Tensor, base: Source) -> str:
     if output.dim() >= value.dim() and _expands(value, output):
         return "broadcast"
     return "other"
+
+
+def _axes_taken(index: Any) -> int:
+    """How many axes one part of an index uses up."""
+    if index is None or isinstance(index, bool):
+        return 0
+    return max(1, index.dim()) if isinstance(index, Tensor) and index.dtype == torch.bool else 1
 
 
 def _expands(value: Tensor, output: Tensor) -> bool:
@@ -403,11 +452,16 @@ def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
 
 _BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
 _DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_PICKING = frozenset(
-    {"__getitem__", "__setitem__", "index_select", "gather", "take", "take_along_dim", "masked_select", "index_put"}
-    | {"index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "scatter", "scatter_", "scatter_add"}
-    | {"scatter_add_", "scatter_reduce", "masked_scatter", "masked_scatter_", "nonzero", "argwhere"}
+_READING = frozenset({"__getitem__", "index_select", "gather", "take_along_dim"})
+_UNEVEN = frozenset(
+    {"masked_select", "nonzero", "argwhere", "where", "take", "repeat_interleave", "pack_padded_sequence"}
 )
+_LEAVING = frozenset({"tolist", "item", "numpy", "__int__", "__index__"})  # whole numbers that Python may slice by
+_WRITING = frozenset(
+    {"__setitem__", "index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "scatter"}
+    | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "masked_scatter", "masked_scatter_"}
+)
+_PICKING = _READING | _UNEVEN | _LEAVING | _WRITING
 _IN_PLACE_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 # operations whose second argument lends its shape, dtype or device alone
 _SHAPE_OF_DATA = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.type_as, torch.Tensor.to})
