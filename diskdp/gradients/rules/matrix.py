@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diskdp.gradients import products
 from diskdp.gradients.ownership import Owner
 from diskdp.gradients.rules.fallback import per_example_vjp
 from diskdp.gradients.terms import Direct, Outer, Term
@@ -20,7 +21,7 @@ def linear(call: Call) -> Tensor:
     weight_source, bias_source = call.source(weight), call.source(bias)
     if call.source(x) is not None or call.is_data(weight) or call.is_data(bias) or weight.dim() != 2:
         return per_example_vjp(call)
-    output = F.linear(x, call.value(weight), call.value(bias))
+    output = products.linear(x, call.value(weight), call.value(bias))
 
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
         rows = owner.rows(grad)
@@ -57,7 +58,10 @@ def addmm(call: Call) -> Tensor:
     weight_source, bias_source = call.source(right), call.source(bias)
     if call.source(left) is not None or call.is_data(right) or call.is_data(bias):
         return per_example_vjp(call)
-    output = torch.addmm(call.value(bias), left, call.value(right), beta=beta, alpha=alpha)
+    if beta == alpha == 1 and bias.shape == right.shape[1:]:
+        output = products.linear(left, call.value(right).t(), call.value(bias))
+    else:
+        output = torch.addmm(call.value(bias), left, call.value(right), beta=beta, alpha=alpha)
 
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
         terms: list[tuple[Source, Term]] = []
@@ -75,7 +79,7 @@ def _times_matrix(call: Call, x: Tensor, source: Source) -> Tensor:
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
         return [(source, Outer(owner.rows(saved[0]), owner.rows(grad), source.value.shape[0]))]
 
-    return call.tap(torch.matmul(x, source.value), [source], [x], build)
+    return call.tap(products.linear(x, source.value.t(), None), [source], [x], build)
 
 
 def _matrix_times(call: Call, source: Source, x: Tensor) -> Tensor:
