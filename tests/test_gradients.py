@@ -25,28 +25,28 @@ torch.set_num_threads(1)
 
 @given(
     batch=st.integers(2, 9),
-    copies=st.integers(1, 4),
+    outside=st.integers(1, 3),
+    inside=st.integers(1, 3),
     others=st.lists(st.integers(1, 9), max_size=2),
     axis=st.integers(0, 2),
-    innermost=st.booleans(),
     seed=st.integers(0, 2**20),
 )
 @settings(max_examples=150, deadline=None)
 def test_ownership_is_found_from_values(
-    batch: int, copies: int, others: list[int], axis: int, innermost: bool, seed: int
+    batch: int, outside: int, inside: int, others: list[int], axis: int, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    axis = min(axis, len(others))
-    shape = [*others[:axis], batch * copies, *others[axis:]]
+    axis, size = min(axis, len(others)), outside * batch * inside
+    shape = [*others[:axis], size, *others[axis:]]
     values = torch.rand(shape, generator=generator) + 0.1
-    row = torch.arange(batch * copies)
-    owners = row % batch if innermost else row // copies
+    owners = torch.arange(batch).repeat_interleave(inside).repeat(outside)
     exponents = probe_exponents(batch, generator)
-    scaled = values * (2.0 ** exponents[owners]).view([-1 if i == axis else 1 for i in range(len(shape))])
+    along = [-1 if i == axis else 1 for i in range(len(shape))]
+    scaled = values * (2.0 ** exponents[owners]).view(along)
     layout, *_ = explanations(values, scaled, exponents)
-    numbers = torch.arange(batch * copies).view([-1 if i == axis else 1 for i in range(len(shape))]).expand(shape)
-    found = Owner(layout, batch).by_example(numbers).flatten(1).sort(1).values
-    assert torch.equal(found, Owner(Layout(axis, innermost), batch).by_example(numbers).flatten(1).sort(1).values)
+    found = Owner(layout, batch).by_example(owners.view(along).expand(shape))
+    assert torch.equal(found.flatten(1), torch.arange(batch)[:, None].expand(batch, values.numel() // batch))
+    assert torch.equal(Owner(layout, batch).examples(values), owners if layout.axis == axis else torch.arange(batch))
 
 
 def test_mixed_rows_have_no_owner() -> None:

@@ -150,6 +150,52 @@ def test_picks_along_an_axis_that_could_hold_the_examples_count() -> None:
     assert picks(lambda w, x, n: (x * w).gather(1, n[:, None]), torch.randn(3, 3), torch.tensor([1, 0, 2]), batch=3)
 
 
+class TwoViews(nn.Module):
+    """Two views of each example on the batch axis, tokens flattened with it; only the first token is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(10, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = torch.cat([x, x.flip(2)], 0)
+        h = self.inner(views.reshape(-1, 10)).view(2 * len(x), -1, 4)[:, 0]
+        return self.head(torch.cat(h.chunk(2, 0), 1))
+
+
+@pytest.mark.parametrize("first", [2, 4, 8])
+def test_an_owner_found_at_one_batch_size_holds_at_others(first: int) -> None:
+    """17 tokens, 1 beyond a multiple of 8: at 8 examples row % 8 explains the live rows too, at 34 it does not."""
+    torch.manual_seed(0)
+    model, x, y = TwoViews(), torch.randn(34, 17, 10), torch.randint(0, 3, (34,))
+    for size in (first, 34, 11, 2):
+        assert error(model, (x[:size], y[:size]), classify, 0.05) < 1e-5
+
+
+class LastTokens(nn.Module):
+    """Tokens flattened with the batch; the loss reads those from ``first`` on, so that the others' rows are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.first, self.backwards = nn.Linear(5, 5), 3, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x.reshape(-1, 5)).view(len(x), -1, 5)
+        h.register_hook(lambda grad: setattr(self, "backwards", self.backwards + 1))
+        return h[:, self.first :].tanh().sum(1)
+
+
+def test_rows_without_a_gradient_do_not_cost_a_second_pass_for_ever() -> None:
+    torch.manual_seed(0)
+    model, x, y = LastTokens(), torch.randn(8, 6, 5), torch.randint(0, 5, (8,))
+    passes = []
+    for size, first in ((8, 3), (8, 3), (7, 3), (4, 1), (4, 1)):
+        model.first, model.backwards = first, 0
+        assert error(model, (x[:size], y[:size]), classify, 0.05) < 1e-5
+        passes.append(model.backwards)
+    assert passes[1:] == [1, 1, 3, 1]  # rows that come to life are measured once: found alive, then measured
+
+
 def test_few_live_examples_do_not_settle_the_axis() -> None:
     """Time first, as many steps as examples, one example with a loss: every axis explains that batch."""
     torch.manual_seed(4)

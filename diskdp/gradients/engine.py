@@ -134,8 +134,7 @@ class Engine:
                 settled = None if moving else structure.owner(seen.use, seen.grad, batch_size)
                 take(seen.use, seen.saved, seen.grad, settled or owner)
             if not moving:
-                new = {index: found for index, found in ownership.settled.items() if index not in structure.settled}
-                structure.settled.update(new)
+                structure.learn(ownership.settled)
         else:
             unsettled = []
 

@@ -18,14 +18,17 @@ MAX_EXPONENT = 15
 
 @dataclass(frozen=True)
 class Layout:
-    """Axis ``axis`` of length B·K holds the examples: outermost (row // K) or innermost (row % B)."""
+    """Axis ``axis`` of length P·B·Q, ``outer`` being P: row r is one of example (r // Q) % B.
+
+    P = 1 are examples side by side, Q = 1 examples in turn; between them lie views of a batch flattened with it.
+    """
 
     axis: int
-    innermost: bool = False
+    outer: int = 1
 
     def copies(self, shape: torch.Size, batch: int) -> int | None:
-        """K, the rows an example has on the axis; None if the shape does not fit."""
-        if self.axis >= len(shape) or shape[self.axis] == 0 or shape[self.axis] % batch:
+        """P·Q, the rows an example has on the axis; None if the shape does not fit."""
+        if self.axis >= len(shape) or shape[self.axis] == 0 or shape[self.axis] % (batch * self.outer):
             return None
         return shape[self.axis] // batch
 
@@ -38,15 +41,24 @@ class Owner:
     batch: int
 
     def by_example(self, values: Tensor) -> Tensor:
-        """[..., B·K, ...] -> [B, K, ...others in order].
+        """[..., P·B·Q, ...] -> [B, P·Q, ...others in order].
 
         >>> Owner(Layout(1), batch=3).by_example(torch.zeros(5, 6, 7)).shape
         torch.Size([3, 2, 5, 7])
         """
         moved = values.movedim(self.layout.axis, 0)
-        if self.layout.innermost:
-            return moved.unflatten(0, (-1, self.batch)).transpose(0, 1)
-        return moved.unflatten(0, (self.batch, -1))
+        split = moved.unflatten(0, (self.layout.outer, self.batch, -1))
+        return split.transpose(0, 1).flatten(1, 2)
+
+    def examples(self, values: Tensor) -> Tensor:
+        """Which example each row on the layout's axis belongs to.
+
+        >>> Owner(Layout(0, outer=2), batch=3).examples(torch.zeros(12, 5)).tolist()
+        [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]
+        """
+        size = values.shape[self.layout.axis]
+        row = torch.arange(size, device=values.device)
+        return row // (size // (self.layout.outer * self.batch)) % self.batch
 
     def rows(self, values: Tensor) -> Tensor:
         """[..., B·K, ..., D] -> [B, T, D]: all axes but the last become rows of their example.
@@ -58,12 +70,9 @@ class Owner:
 
     def masked(self, values: Tensor, examples: Tensor) -> Tensor:
         """One copy of ``values`` for each of ``examples``, zero outside that example's rows."""
-        size = values.shape[self.layout.axis]
-        row = torch.arange(size, device=values.device)
-        owners = row % self.batch if self.layout.innermost else row // (size // self.batch)
-        mask = owners == examples.unsqueeze(1)  # [examples, rows]
+        mask = self.examples(values) == examples.unsqueeze(1)  # [examples, rows]
         shape = [1] * values.dim()
-        shape[self.layout.axis] = size
+        shape[self.layout.axis] = mask.shape[1]
         return torch.where(mask.view(len(examples), *shape), values, values.new_zeros(()))
 
     def sum_to(self, values: Tensor, shape: torch.Size) -> Tensor:
@@ -88,15 +97,27 @@ def probe_exponents(batch: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(batch, generator=generator) % (MAX_EXPONENT + 1)
 
 
+def live_rows(owner: Owner, values: Tensor) -> Tensor:
+    """Which of an example's P·Q rows are not 0 in every example.
+
+    >>> live_rows(Owner(Layout(0), batch=2), torch.tensor([[1.0], [0.0], [0.0], [0.0]])).tolist()
+    [True, False]
+    """
+    split = owner.by_example(values)
+    return (split != 0).movedim(1, 0).flatten(1).any(1)
+
+
 def candidates(shape: torch.Size, batch: int) -> Iterator[Layout]:
-    """Layouts that a tensor of this shape could have; plain batch axes first."""
+    """All layouts that a tensor of this shape could have; plain batch axes first."""
     for axis, size in enumerate(shape):
         if size == batch:
             yield Layout(axis)
     for axis, size in enumerate(shape):
         if size > batch and size % batch == 0:
-            yield Layout(axis)
-            yield Layout(axis, innermost=True)
+            copies = size // batch
+            for outer in range(1, copies + 1):
+                if copies % outer == 0:
+                    yield Layout(axis, outer)
 
 
 def explanations(plain: Tensor, scaled: Tensor, exponents_B: Tensor) -> list[Layout]:
@@ -108,22 +129,28 @@ def explanations(plain: Tensor, scaled: Tensor, exponents_B: Tensor) -> list[Lay
 
     >>> k = torch.tensor([3, 0, 1]); g = torch.rand(4, 3, 2)
     >>> explanations(g, g * (2.0 ** k)[None, :, None], k)
-    [Layout(axis=1, innermost=False)]
+    [Layout(axis=1, outer=1)]
     >>> explanations(g, g * 3, k)
     []
     """
-    batch = len(exponents_B)
     factors = torch.exp2(exponents_B.double()).to(plain.device)
     plain, scaled = plain.double(), scaled.double()
     finite = torch.isfinite(plain) & torch.isfinite(scaled)
     plain, scaled = torch.where(finite, plain, 0.0), torch.where(finite, scaled, 0.0)
-    # vendor kernels may order a sum by alignment, so a last place is allowed to differ
-    slack = 1e-5 * scaled.abs() + 1e-9 * scaled.abs().amax()
+    floor = 1e-9 * scaled.abs().amax()
+
+    def agree(plain: Tensor, scaled: Tensor, factors: Tensor) -> bool:
+        # vendor kernels may order a sum by alignment, so a last place is allowed to differ
+        return bool(((scaled - plain * factors).abs() <= 1e-5 * scaled.abs() + floor).all())
+
     found = []
-    for layout in candidates(plain.shape, batch):
-        owner = Owner(layout, batch)
-        by_example = owner.by_example(plain)
-        expected = by_example * factors.view(-1, *[1] * (by_example.dim() - 1))
-        if bool(((owner.by_example(scaled) - expected).abs() <= owner.by_example(slack)).all()):
-            found.append(layout)
-    return found
+    for axis in range(plain.dim()):
+        # of each row: cheap, and enough to tell most layouts apart
+        largest, largest_scaled = (t.abs().movedim(axis, 0).reshape(t.shape[axis], -1).amax(1) for t in (plain, scaled))
+        for layout in candidates(plain.shape, len(exponents_B)):
+            if layout.axis == axis:
+                of_row = factors[Owner(layout, len(exponents_B)).examples(plain)]
+                of_element = of_row.view([-1 if i == axis else 1 for i in range(plain.dim())])
+                if agree(largest, largest_scaled, of_row) and agree(plain, scaled, of_element):
+                    found.append(layout)
+    return sorted(found, key=lambda layout: plain.shape[layout.axis] != len(exponents_B))

@@ -12,6 +12,7 @@ They look at structure alone: examples whose numbers are not finite are replaced
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diskdp.errors import GradientError
+from diskdp.errors import DiskDPError, GradientError
 from diskdp.gradients import batches
-from diskdp.gradients.ownership import Layout, Owner, explanations, probe_exponents
+from diskdp.gradients.ownership import Layout, Owner, explanations, live_rows, probe_exponents
 from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.pullback import parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
@@ -37,32 +38,63 @@ TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torc
 NEGLIGIBLE = 0.03
 
 
+@dataclass(frozen=True)
+class Settled:
+    """The only layout that explains the gradients of one use, and what it was seen to explain."""
+
+    layout: Layout
+    live: Tensor  # which of an example's rows on the layout's axis ever had a gradient
+    divisor: int  # greatest common one of the batch sizes at which it was seen
+
+    @property
+    def trusted(self) -> bool:
+        """Whether it holds at every batch size.
+
+        Where all rows were live, no other layout is possible. Where some were not, one that is not among the
+        candidates may have agreed by chance at one size; it does not at two without a common divisor.
+        """
+        return self.divisor == 1 or bool(self.live.all())
+
+
 @dataclass
 class Structure:
     """What was established about one kind of batch: the layout of every use that only one layout explains.
 
-    Where several layouts explain a gradient (few live examples), where none has reached a use yet, and where rows are
-    picked by the data (`Trace.moves`), ownership is measured again on each batch (`Ownership`).
+    Where several layouts explain a gradient (few live examples), where rows have a gradient that had none so far, and
+    where rows are picked by the data (`Trace.moves`), ownership is measured again on that batch (`Ownership`).
     """
 
-    settled: dict[int, tuple[Layout, int]]  # by use: the layout, and the rows an example has on its axis
+    settled: dict[int, Settled]  # by use
 
     def settles(self, uses: int) -> bool:
-        """Whether the first ``uses`` uses need no measurement."""
-        return all(index in self.settled for index in range(uses))
+        """Whether the first ``uses`` uses need no measurement, as far as can be said before their gradients."""
+        return all(index in self.settled and self.settled[index].trusted for index in range(uses))
+
+    def learn(self, settled: Mapping[int, Settled]) -> None:
+        """Add what another batch of the kind has shown. Where it says otherwise, neither is kept."""
+        for index, new in settled.items():
+            old = self.settled.setdefault(index, new)
+            if old.layout != new.layout or old.live.shape != new.live.shape:
+                del self.settled[index]
+            elif old is not new:
+                live, divisor = old.live | new.live, math.gcd(old.divisor, new.divisor)
+                self.settled[index] = Settled(old.layout, live, divisor)
 
     def owner(self, use: Use, grad: Tensor, batch: int) -> Owner | None:
-        """Who owns the rows of a gradient at a settled use; None if the use is not settled."""
-        if use.index not in self.settled:
+        """Who owns the rows of a gradient at a use; None if that has to be measured."""
+        settled = self.settled.get(use.index)
+        if settled is None or not settled.trusted:
             return None
-        layout, copies = self.settled[use.index]
-        if layout.copies(grad.shape, batch) != copies:
+        if settled.layout.copies(grad.shape, batch) != len(settled.live):
             raise GradientError(
                 f"{use.describe()}: its shape does not follow the batch as it did when the model was examined, so its "
                 "rows cannot be assigned to examples; keep the examples on an axis of their own",
                 use.targets,
             )
-        return Owner(layout, batch)
+        owner = Owner(settled.layout, batch)
+        if batch > 1 and not settled.live.all() and (live_rows(owner, grad) & ~settled.live).any():
+            return None  # another layout may agree on the rows that were seen, and not on these
+        return owner
 
 
 @dataclass(frozen=True)
@@ -79,7 +111,7 @@ class Ownership:
     """Owners measured on one batch."""
 
     owned: list[tuple[Seen, Owner]]
-    settled: dict[int, tuple[Layout, int]]
+    settled: dict[int, Settled]
 
     @classmethod
     def measure(cls, trace: Trace, losses_B: Tensor, exponents_B: Tensor) -> Ownership:
@@ -114,10 +146,10 @@ class Ownership:
                     "over pairs, a sum over the batch), or keep the examples on one axis",
                     seen.use.targets,
                 )
-            owned.append((seen, Owner(found[0], batch)))
-            copies = found[0].copies(seen.grad.shape, batch)
-            if len(found) == 1 and copies is not None:
-                settled[index] = (found[0], copies)
+            owner = Owner(found[0], batch)
+            owned.append((seen, owner))
+            if len(found) == 1 and found[0].copies(seen.grad.shape, batch) is not None:
+                settled[index] = Settled(found[0], live_rows(owner, seen.grad), batch)
         return cls(owned, settled)
 
 
@@ -157,7 +189,10 @@ def examine(
             probe = _probe(run, batch, generator)
         run.compare(batch, probe, known)
         _isolate(run, batch, len(losses_B), generator)
-    return Structure(dict(probe.settled))
+        structure = Structure(dict(probe.settled))
+        if not all(settled.trusted for settled in probe.settled.values()):
+            structure.learn(_settled_with_one_less(run, batch, probe, generator))
+    return structure
 
 
 def refuse_modules(model: nn.Module) -> None:
@@ -173,7 +208,8 @@ def refuse_modules(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Probe:
-    settled: Mapping[int, tuple[Layout, int]]
+    settled: Mapping[int, Settled]
+    log: Sequence[object]  # the operations that used parameters
     bad_B: Tensor  # whose gradient is not finite
     losses_B: Tensor
     weights_B: Tensor
@@ -255,6 +291,7 @@ class _Run:
 def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
     """Owners measured on one traced forward pass, and the terms' weighted sums."""
     trace, losses_B = run.traced(batch)
+    uses = tuple(trace.log)
     _refuse_strangers(losses_B, trace.anchor, batch)
     batch_size = len(losses_B)
     exponents_B = probe_exponents(batch_size, generator)
@@ -271,7 +308,19 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
         bad_B |= ~torch.isfinite(squared_norms(own, choose(own)).squares_B).to(bad_B.device)
         weights = weights_B.to(losses_B.device)
         sums[name] = torch.stack([term.weighted_sum(weights) for term in own]).sum(0)
-    return _Probe(ownership.settled, bad_B, losses_B.detach(), weights_B, sums, precision)
+    return _Probe(ownership.settled, uses, bad_B, losses_B.detach(), weights_B, sums, precision)
+
+
+def _settled_with_one_less(run: _Run, batch: Any, probe: _Probe, generator: torch.Generator) -> Mapping[int, Settled]:
+    """Ownership at a size that shares no divisor with the batch's; nothing if one example cannot be left out."""
+    fewer = len(probe.losses_B) - 1
+    try:
+        trace, losses_B = run.traced(batches.select_examples(batch, fewer + 1, torch.arange(fewer)))
+        if fewer < 2 or len(losses_B) != fewer or tuple(trace.log) != probe.log:
+            return {}
+        return Ownership.measure(trace, losses_B, probe_exponents(fewer, generator)).settled
+    except (DiskDPError, RuntimeError, IndexError, ValueError, TypeError):
+        return {}
 
 
 def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator) -> None:

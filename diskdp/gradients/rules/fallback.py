@@ -38,8 +38,7 @@ def _without_bad_rows(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> Se
     if not bool(bad_B.any()):
         return saved
     axis, size = owner.layout.axis, grad.shape[owner.layout.axis]
-    row = torch.arange(size, device=grad.device)
-    bad = bad_B[row % owner.batch if owner.layout.innermost else row // (size // owner.batch)]
+    bad = bad_B[owner.examples(grad)]
     cleaned = []
     for t in saved:
         if t.is_floating_point() and t.dim() > axis and t.shape[axis] == size:
