@@ -83,11 +83,11 @@ class GaussianNoise:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and positive")
         if self._background is None:
             self._background = ThreadPoolExecutor(1, "diskdp-noise")
-        shapes = {name: (t.shape, _result_dtype(t)) for name, t in like.items()}
-        return self._background.submit(self._draw, shapes, std, step)
+        # allocated here: torch's profiler, which counts memory, does not see other threads
+        drawn = {name: torch.empty(t.shape, dtype=_result_dtype(t)) for name, t in like.items()}
+        return self._background.submit(self._fill, drawn, std, step)
 
-    def _draw(self, shapes: Mapping[str, tuple[torch.Size, torch.dtype]], std: float, step: int) -> dict[str, Tensor]:
-        drawn = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    def _fill(self, drawn: dict[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in drawn.items():
             result = tensor.numpy().reshape(-1)
