@@ -29,7 +29,7 @@ pytest: venv
 
 bench: venv
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	@$(BIN)/python benchmarks/step_time.py
+	@$(BIN)/diskdp bench
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("diskdp needs Python 3.10 or newer: make PYTHON=python3.11 ..." if sys.version_info < (3, 10) else 0)'
