@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -73,11 +72,6 @@ class Results:
         self.rows += other.rows
         self.parts += other.parts
         self.skipped += other.skipped
-
-    def models(self) -> list[str]:
-        """The models of which anything is known, in order."""
-        found: Iterable[Row | Part | Skipped] = (*self.rows, *self.parts, *self.skipped)
-        return list(dict.fromkeys(item.model for item in found))
 
 
 def environment(threads: int) -> dict[str, object]:

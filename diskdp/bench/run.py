@@ -32,7 +32,6 @@ class Settings:
     seconds: float = 40.0
     least_rounds: int = 3
     whole: bool = False
-    parts: bool = True
 
 
 def bench_case(
@@ -67,15 +66,12 @@ def bench_case(
         for method in errors:
             progress(f"memory of {method}", 0.0)
             try:
-                peaks[method] = peak_bytes(lambda method=method: _prepared(case, methods[method]))  # type: ignore[misc]
+                running[method], peaks[method] = _started(case, methods[method])
             except Exception as error:
                 if method == BASELINE:
                     raise
                 results.skipped.append(Skipped(name, method, failure(error)))
-        for method in peaks:
-            progress(f"setting up {method}", 0.0)
-            running[method] = _warm(case, methods[method].start(case))
-        parts = parts_of(case) if settings.parts and {"dp-sgd", "disk"} & running.keys() else {}
+        parts = parts_of(case) if {"dp-sgd", "disk"} & running.keys() else {}
         works = {method: _timed(case, training, settings) for method, training in running.items()}
         timings = interleaved({**works, **parts}, settings.seconds, settings.least_rounds, partial(progress, "timing"))
         base = timings[BASELINE]
@@ -133,17 +129,19 @@ def _errors(
             yield name, error
 
 
-def _warm(case: Case, training: Training) -> Training:
-    """Two steps, so that the state of optimizer and filter exists and both points differ."""
-    for _ in range(2):
-        _step(case, training, 1, lambda: None)
-    return training
+def _started(case: Case, method: Method) -> tuple[Training, int]:
+    """A training, and the peak of a step that it took. More than three microbatches would not change the peak."""
+    made: list[Training] = []
 
+    def prepare() -> Callable[[], object]:
+        training = method.start(case)
+        made.append(training)
+        for _ in range(2):  # so that the state of optimizer and filter exists and both points differ
+            _step(case, training, 1, lambda: None)
+        return lambda: _step(case, training, min(case.microbatches, LEAST_MICROBATCHES), lambda: None)
 
-def _prepared(case: Case, method: Method) -> Callable[[], object]:
-    """For memory: a training after two steps, and its next one. More than three microbatches would add nothing."""
-    training = _warm(case, method.start(case))
-    return lambda: _step(case, training, min(case.microbatches, LEAST_MICROBATCHES), lambda: None)
+    peak = peak_bytes(prepare)
+    return made[0], peak
 
 
 def _step(case: Case, training: Training, microbatches: int, mark: Mark) -> None:
