@@ -75,12 +75,12 @@ def interleaved(
     start, rounds = time.perf_counter(), 0
     while rounds < least_rounds or time.perf_counter() < start + seconds:
         rounds += 1
-        for name, work in works.items():
+        for turn, (name, work) in enumerate(works.items(), 1):
             turn_ends = time.perf_counter() + TURN_SECONDS
             while time.perf_counter() < turn_ends:
                 runs[name].append(_segments(work))
-            elapsed = (time.perf_counter() - start) / seconds if seconds > 0 else 1.0
-            progress(min(1.0, elapsed))
+            done = rounds - 1 + turn / len(works)
+            progress(min(1.0, (time.perf_counter() - start) / seconds, done / least_rounds))
     return {name: _timing(work, runs[name]) for name, work in works.items()}
 
 
