@@ -47,7 +47,7 @@ class Training(Protocol):
 class Method:
     """How to start a training, and the sum over a few examples that the method would add noise to.
 
-    ``points`` are the coefficients of the points that it evaluates, weights being those of the model plus a constant.
+    ``points`` are the coefficients of the points that it evaluates, and how far their weights are from the model's.
     """
 
     title: str
@@ -156,9 +156,18 @@ class _Criterion(nn.Module):
 
 
 def points_at(model: nn.Module, points: Sequence[tuple[float, float]]) -> list[Point]:
-    """Coefficients, and the weights of each point: the model's own, or those moved by a constant."""
+    """Coefficients, and the weights of each point: the model's own, or those moved by normals of that deviation.
+
+    The same normals at every call. (One constant for all weights would add up over a layer's inputs: WRN's gradients
+    are then ill-conditioned in float32 by plain autograd, too.)
+    """
+    normals = torch.Generator().manual_seed(0)
     trainable = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return [(a, None if away == 0 else {name: p + away for name, p in trainable.items()}) for a, away in points]
+    moved = [
+        {name: p + away * torch.randn(p.shape, generator=normals) for name, p in trainable.items()} if away else None
+        for _, away in points
+    ]
+    return [(a, values) for (a, _), values in zip(points, moved)]
 
 
 def _points_of(filter: Filter) -> tuple[tuple[float, float], ...]:
