@@ -33,7 +33,7 @@ TWO_POINTS = DiSK(kappa=0.7, gamma=0.5)
 ONE_POINT = DiSK(kappa=0.7, gamma=0.3 / 0.7)  # γ = (1-κ)/κ: c = 1, the look-ahead point alone
 
 _STEPS = 1_000_000  # more than any run takes
-_AWAY = 0.002  # of the look-ahead point whose sums are checked
+_AWAY = 0.001  # of the look-ahead point whose sums are checked
 
 
 class Training(Protocol):
