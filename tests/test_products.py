@@ -132,3 +132,48 @@ def test_points_mixed_either_way_are_exact(c: float) -> None:
     )
     assert torch.allclose(norms.double(), torch.tensor([oracle.norm(u) for u in exact]).double(), rtol=3e-6)
     assert oracle.relative_error(gradients, oracle.clipped(exact, "flat", 0.5)) < 2e-5 * max(1, abs(c))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("spelling", ["linear", "keywords", "addmm", "matmul"])
+def test_linear_layers_by_either_kernel(spelling: str, frozen: bool) -> None:
+    """Layers large enough for oneDNN: losses, gradients of the layer and of what lies before it."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"before": nn.Linear(5, 300), "layer": nn.Linear(300, 400)})
+    model["layer"].requires_grad_(not frozen)
+    batch = torch.randn(16, 5)
+
+    def loss(model: nn.ModuleDict, x: Tensor) -> Tensor:
+        x = x[0] if isinstance(x, tuple | list) else x
+        h, layer = model["before"](x).tanh(), model["layer"]
+        if spelling == "linear":
+            y = layer(h)
+        elif spelling == "keywords":
+            y = nn.functional.linear(input=h, weight=layer.weight, bias=layer.bias)
+        elif spelling == "addmm":
+            y = torch.addmm(layer.bias, h, layer.weight.t())
+        else:
+            y = h @ layer.weight.t() + layer.bias
+        return y.sin().sum(1)
+
+    gradients, norms = clipped_gradient(model, batch, loss, max_norm=5.0)
+    exact = oracle.per_example(model.double(), (batch.double(),), loss)
+    assert torch.allclose(norms.double(), torch.tensor([oracle.norm(u) for u in exact]).double(), rtol=3e-6)
+    assert oracle.relative_error(gradients, oracle.clipped(exact, "flat", 5.0)) < 2e-5
+
+
+def test_layers_keep_torchs_kernels_where_reduced_precision_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("oneDNN was called")
+
+    monkeypatch.setattr(products, "_times_transposed", refuse)
+    x, weight = torch.randn(100, 300), torch.randn(400, 300)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        products.linear(x, weight)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert products.linear(x, weight).dtype == torch.bfloat16
+    assert products.linear(x.double(), weight.double()).dtype == torch.float64
+    products.linear(x, weight.requires_grad_())

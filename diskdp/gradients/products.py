@@ -121,23 +121,24 @@ def sum_of_outers(left_NP: Tensor, right_ND: Tensor, onto: Tensor | None = None)
     return total
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` for a weight that needs no gradient, differentiable in x.
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, faster where weight and bias need no gradient.
 
     >>> bool(torch.allclose(linear(torch.ones(2, 3), torch.ones(4, 3), None), torch.full((2, 4), 3.0)))
     True
     """
     fast = (
         weight.dim() == 2
-        and x.dim() > 1
-        and x.numel() * len(weight) >= _WORTH_A_CALL
-        and all(t is None or _served(t) for t in (x, weight, bias))
+        and input.dim() > 1
+        and input.numel() * len(weight) >= _WORTH_A_CALL
+        and all(t is None or (_served(t) and not t.requires_grad) for t in (weight, bias))
+        and _served(input)
         and torch.get_float32_matmul_precision() == "highest"  # who allows less gets torch's own choice
         and not torch.is_autocast_enabled("cpu")
     )
     if not fast:
-        return F.linear(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+        return F.linear(input, weight, bias)
+    result: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -165,11 +165,15 @@ Sink: TypeAlias = Callable[[Use, Sequence[Tensor], Tensor], None]
 
 @dataclass(frozen=True)
 class Rules:
-    """What to do at an operation: rules where parameters are used, guards wherever the operation runs."""
+    """What to do at an operation: rules where parameters are used, guards wherever the operation runs.
+
+    ``faster`` are functions to call in place of those that use no trainable parameter, frozen layers above all.
+    """
 
     rules: Mapping[Callable[..., Any], Rule]
     guards: Mapping[Callable[..., Any], Callable[[Call], None]]
     fallback: Rule
+    faster: Mapping[Callable[..., Any], Callable[..., Any]]
 
 
 class Trace(TorchFunctionMode):
@@ -274,7 +278,7 @@ class Trace(TorchFunctionMode):
         return self.rules.fallback(call)
 
     def _run_on_data(self, func: Any, touched: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = self.rules.faster.get(func, func)(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(flat_tensors((result,), {}))
         unmarked = [t for t in outputs if not t.requires_grad]
         if result is None and touched:  # in-place assignment: data may have flowed into its first argument

@@ -17,4 +17,4 @@ def default_rules() -> Rules:
     for family in (matrix, convolution, lookup, normalization, arithmetic):
         for functions, rule in family.RULES:
             table.update(dict.fromkeys(functions, rule))
-    return Rules(rules=table, guards=normalization.GUARDS, fallback=arithmetic.expanded_or_vjp)
+    return Rules(table, normalization.GUARDS, arithmetic.expanded_or_vjp, matrix.FASTER)
