@@ -99,7 +99,8 @@ class Engine:
     ) -> _AtPoint:
         """One point. With ``measure`` the owners of rows are measured on this very batch."""
         data = list(batches.tensors(batch))
-        trace = Trace(parameters, values, data, default_rules())
+        rules = default_rules()
+        trace = Trace(parameters, values, data, rules)
         versions = [t._version for t in data]
         losses_B = trace.losses(self.loss_fn, self.model, batch)
         if versions != [t._version for t in data]:
@@ -107,12 +108,12 @@ class Engine:
         batch_size = len(losses_B)
         if batch_size == 0:
             return _AtPoint({}, losses_B.detach(), {})
-        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), settings)
+        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), settings, rules.edition)
         if key not in self._examined:
             if not bool(torch.isfinite(losses_B).any()):
                 return _AtPoint({}, losses_B.detach(), {})  # nobody contributes, and nothing can be learned from it
             self._examined[key] = examine(
-                self.model, self.loss_fn, batch, parameters, values, random, trace.log, self._used
+                self.model, self.loss_fn, batch, parameters, values, random, rules, trace.log, self._used
             )
             self._used.update(name for _, targets in trace.log for name in targets)
             random.restore()

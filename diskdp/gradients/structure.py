@@ -26,8 +26,7 @@ from diskdp.gradients.ownership import Layout, Owner, explanations, live_rows, p
 from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.pullback import parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
-from diskdp.gradients.rules import default_rules
-from diskdp.gradients.trace import Trace, Use
+from diskdp.gradients.trace import Rules, Trace, Use
 
 # Relative error of a sum over the batch that is taken for rounding; a missing use of relative size e passes with
 # probability about 0.8 tolerance / e. Over the test models correct terms differed from autograd by at most 1.3e-7 of
@@ -160,6 +159,7 @@ def examine(
     parameters: Mapping[str, Tensor],
     values: Mapping[str, Tensor],
     random: RandomState,
+    rules: Rules,
     uses: Sequence[object],
     known: Container[str] = (),
 ) -> Structure:
@@ -174,9 +174,8 @@ def examine(
     here = {name: values.get(name, p).detach() for name, p in parameters.items()}
     near = {name: _perturbed(value, generator) for name, value in here.items()}
     with _restored_buffers(model) as buffers, _grads_kept(parameters):
-        run = _Run(model, loss_fn, parameters, here, random, buffers)
+        run = _Run(model, loss_fn, parameters, here, random, buffers, rules)
         losses_B = run.plain(batch)
-        _refuse_hidden(losses_B, parameters)
         finite = torch.isfinite(losses_B.detach())
         moved = replace(run, values=near)
         trace, losses_B = moved.traced(batch)
@@ -227,6 +226,7 @@ class _Run:
     values: Mapping[str, Tensor]
     random: RandomState
     buffers: Mapping[str, Tensor]
+    rules: Rules
 
     def reset(self) -> None:
         self.random.restore()
@@ -248,7 +248,7 @@ class _Run:
     def traced(self, batch: Any) -> tuple[Trace, Tensor]:
         """The losses, and the trace that saw them computed."""
         self.reset()
-        trace = Trace(self.parameters, self.values, batches.tensors(batch), default_rules())
+        trace = Trace(self.parameters, self.values, batches.tensors(batch), self.rules)
         return trace, trace.losses(self.loss_fn, self.model, batch)
 
     def compare(self, batch: Any, probe: _Probe, known: Container[str]) -> None:
@@ -282,8 +282,8 @@ class _Run:
             if not error <= tolerance * max(gradient.double().norm().item(), NEGLIGIBLE * whole):
                 raise GradientError(
                     f"{name}: its per-example gradients do not add up to autograd's gradient (relative error "
-                    f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen. "
-                    "Write that use with ordinary torch operations",
+                    f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen, "
+                    "or a rule of yours is wrong. Write that use with ordinary torch operations, or correct the rule",
                     [name],
                 )
 
@@ -292,7 +292,8 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
     """Owners measured on one traced forward pass, and the terms' weighted sums."""
     trace, losses_B = run.traced(batch)
     uses = tuple(trace.log)
-    _refuse_strangers(losses_B, trace.anchor, batch)
+    _refuse_hidden(losses_B, run.parameters)
+    _refuse_strangers(losses_B, trace.anchor, batch, run.parameters)
     batch_size = len(losses_B)
     exponents_B = probe_exponents(batch_size, generator)
     ownership = Ownership.measure(trace, losses_B, exponents_B)
@@ -438,22 +439,29 @@ def _refuse_hidden(losses_B: Tensor, parameters: Mapping[str, Tensor]) -> None:
             if hidden:
                 raise GradientError(
                     f"{_listed(hidden)}: used by the custom autograd Function "
-                    f"{type(node).__name__.removesuffix('Backward')}, which hides that use. Write it with ordinary "
-                    "torch operations",
+                    f"{type(node).__name__.removesuffix('Backward')}, which hides that use. Call it by way of "
+                    "diskdp.rules.visible, or write it with ordinary torch operations",
                     hidden,
                 )
 
 
-def _refuse_strangers(losses_B: Tensor, anchor: Tensor, batch: Any) -> None:
+def _refuse_strangers(losses_B: Tensor, anchor: Tensor, batch: Any, parameters: Mapping[str, Tensor]) -> None:
     """Trainable tensors other than the model's would receive gradients that are neither clipped nor noised."""
     allowed = {id(anchor), *(id(t) for t in batches.tensors(batch))}
+    names = {id(p): name for name, p in parameters.items()}
     for node in _graph(losses_B):
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in allowed:
+        if variable is None or id(variable) in allowed:
+            continue
+        if id(variable) in names:
+            name = names[id(variable)]
             raise GradientError(
-                f"the loss depends on a trainable tensor of shape {tuple(variable.shape)} by a way that is not seen; "
-                "make it a parameter of the model that is used by ordinary torch operations, or detach it"
+                f"{name}: used in a way that is not seen; hand it to the operation as an argument", [name]
             )
+        raise GradientError(
+            f"the loss depends on a trainable tensor of shape {tuple(variable.shape)} by a way that is not seen; "
+            "make it a parameter of the model that is used by ordinary torch operations, or detach it"
+        )
 
 
 def _graph(losses_B: Tensor) -> Iterator[Any]:

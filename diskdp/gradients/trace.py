@@ -174,6 +174,7 @@ class Rules:
     guards: Mapping[Callable[..., Any], Callable[[Call], None]]
     fallback: Rule
     faster: Mapping[Callable[..., Any], Callable[..., Any]]
+    edition: int = 0  # another number after each change of the user's rules
 
 
 class Trace(TorchFunctionMode):

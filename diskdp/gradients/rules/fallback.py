@@ -83,11 +83,17 @@ def per_example_vjp(call: Call) -> Any:
         step = max(1, MAX_ELEMENTS // max(1, grad.numel()))
         for start in range(0, owner.batch, step):
             examples = torch.arange(start, min(start + step, owner.batch), device=grad.device)
-            pieces.append(
-                torch.autograd.grad(
-                    output, leaves, owner.masked(grad, examples), retain_graph=True, is_grads_batched=True
-                )
-            )
+            pieces.append(_pulled_back(output, leaves, owner.masked(grad, examples)))
         return [(source, Direct(torch.cat(grads))) for source, grads in zip(sources, zip(*pieces))]
 
     return call.tap(output if output.grad_fn is None else output.clone(), sources, tensors, build)
+
+
+def _pulled_back(output: Tensor, leaves: Sequence[Tensor], grads: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of the leaves for each of several gradients of the output."""
+    try:
+        return torch.autograd.grad(output, leaves, grads, retain_graph=True, is_grads_batched=True)
+    except RuntimeError:  # a backward that cannot be vectorised, such as one that leaves torch, or one too large
+        pass
+    each = [torch.autograd.grad(output, leaves, grad, retain_graph=True) for grad in grads]
+    return tuple(torch.stack(pulled) for pulled in zip(*each))

@@ -11,7 +11,7 @@ from diskdp.gradients.trace import Rule, Rules
 
 
 @functools.cache
-def default_rules() -> Rules:
+def library_rules() -> Rules:
     """All rules that come with the library."""
     table: dict[Callable[..., Any], Rule] = {}
     for family in (matrix, convolution, lookup, normalization, arithmetic):
