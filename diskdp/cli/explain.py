@@ -32,6 +32,9 @@ def explain(
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Inputs are token numbers, as for gpt.")] = False,
     batch: Annotated[int, typer.Option(help="Examples in the trial batch.")] = 8,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also time each parameter's norms and sums on the trial batch.")
+    ] = False,
 ) -> None:
     """Show, for each parameter, which operation uses it and how its gradient norms are taken.
 
@@ -41,7 +44,7 @@ def explain(
     if batch < 1:
         raise ConfigError(f"--batch {batch}: must be at least 1")
     if model.endswith(".toml"):
-        explanation = _of_run_file(Path(model), batch)
+        explanation = _of_run_file(Path(model), batch, measure)
     else:
         if input_shape is None or classes is None:
             raise ConfigError(f"explain {model}: give --input-shape (such as 3,32,32) and --classes")
@@ -50,7 +53,7 @@ def explain(
         settings = parse_settings(option or [], "--option")
         shape = _shape(input_shape)
         built = build_from(model, shape, classes, settings, Path.cwd())
-        explanation = _of_model(model, built, shape, classes, tokens or model == "gpt", batch)
+        explanation = _of_model(model, built, shape, classes, tokens or model == "gpt", batch, measure)
     rows = [
         [
             row.name,
@@ -58,25 +61,27 @@ def explain(
             row.rule,
             "refused" if row.refused else row.method,
             "" if row.refused else f"{row.cost:.3f}",
+            *["" if row.milliseconds is None else f"{row.milliseconds:.3f}"] * explanation.measured,
         ]
         for row in explanation.rows
     ]
-    print_table(table(["parameter", "shape", "operation", "method", "Mmac/example"], rows, numbers=(1, 4)))
+    headers = ["parameter", "shape", "operation", "method", "Mmac/example", *["ms/batch"] * explanation.measured]
+    print_table(table(headers, rows, numbers=(1, 4, 5)))
     if explanation.refused:
         raise GradientError("; ".join(dict.fromkeys(row.refused for row in explanation.rows if row.refused)))
     say(f"{len(rows)} parameters in {sum(prod(row.shape) for row in explanation.rows):,} numbers, none refused")
 
 
-def _of_run_file(path: Path, batch: int) -> Explanation:
+def _of_run_file(path: Path, batch: int, measure: bool) -> Explanation:
     config = load_run(path, {})
     split = load_data(config.data)
     model = build_model(config.model, split, path.parent)
     some = default_collate([split.train[i] for i in range(min(batch, len(split.train)))])
-    return _explained(model, (some[0], some[1]))
+    return _explained(model, (some[0], some[1]), measure)
 
 
 def _of_model(
-    name: str, model: nn.Module, shape: tuple[int, ...], classes: int, tokens: bool, batch: int
+    name: str, model: nn.Module, shape: tuple[int, ...], classes: int, tokens: bool, batch: int, measure: bool
 ) -> Explanation:
     generator = torch.Generator().manual_seed(0)
     if tokens:
@@ -87,11 +92,13 @@ def _of_model(
     if logits.ndim not in (2, 3) or len(logits) != batch:
         raise ConfigError(f"model {name!r}: must return logits, examples first")
     targets = torch.randint(classes, logits.shape[:-1], generator=generator)
-    return _explained(model, (inputs, targets))
+    return _explained(model, (inputs, targets), measure)
 
 
-def _explained(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Explanation:
-    return explain_gradients(model, batch, sequence_loss if batch[1].ndim == 2 else classification_loss)
+def _explained(model: nn.Module, batch: tuple[Tensor, Tensor], measure: bool) -> Explanation:
+    return explain_gradients(
+        model, batch, sequence_loss if batch[1].ndim == 2 else classification_loss, measure=measure
+    )
 
 
 def _shape(text: str) -> tuple[int, ...]:

@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from diskdp.errors import GradientError
 from diskdp.gradients.engine import Engine, LossFunction
-from diskdp.gradients.planner import choose
+from diskdp.gradients.planner import choose, squared_norms, weighted_sum
+from diskdp.gradients.products import full_precision
 from diskdp.gradients.randomness import RandomState
+from diskdp.gradients.terms import Term
+
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """One trainable parameter: the operations that use it, how its norms are taken, the estimated work an example."""
+    """One trainable parameter: the operations that use it, how its norms are taken, what that costs.
+
+    Costs are of norm and weighted sum, beyond the forward and backward pass: estimated an example, measured (if that
+    was asked for) for the whole batch.
+    """
 
     name: str
     shape: tuple[int, ...]
     rule: str
     method: str
-    cost: float  # million multiply-adds an example, beyond the forward and backward pass
+    cost: float  # million multiply-adds an example
     refused: str | None = None
+    milliseconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,10 @@ class Explanation:
     def refused(self) -> bool:
         return any(row.refused is not None for row in self.rows)
 
+    @property
+    def measured(self) -> bool:
+        return any(row.milliseconds is not None for row in self.rows)
+
     def __iter__(self) -> Any:
         return iter(self.rows)
 
@@ -42,19 +58,23 @@ class Explanation:
         return len(self.rows)
 
     def __str__(self) -> str:
-        table = [("parameter", "shape", "operation", "method", "Mmac/example")]
+        table = [["parameter", "shape", "operation", "method", "Mmac/example", *["ms/batch"] * self.measured]]
         for row in self.rows:
             shape = "x".join(map(str, row.shape)) or "scalar"
             cost = "" if row.refused else f"{row.cost:.3f}"
-            table.append((row.name, shape, row.rule, "refused" if row.refused else row.method, cost))
-        widths = [max(len(line[i]) for line in table) for i in range(5)]
+            measured = "" if row.milliseconds is None else f"{row.milliseconds:.3f}"
+            line = [row.name, shape, row.rule, "refused" if row.refused else row.method, cost]
+            table.append([*line, *[measured] * self.measured])
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in table]
         reasons = dict.fromkeys(row.refused for row in self.rows if row.refused)
         return "\n".join([*lines, *(f"refused: {reason}" for reason in reasons)])
 
 
-def explain(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Explanation:
+def explain(model: nn.Module, batch: Any, loss_fn: LossFunction, *, measure: bool = False) -> Explanation:
     """Examine the model on a batch and say, for each trainable parameter, which rule and method serve it.
+
+    With ``measure``, norm and weighted sum of each parameter are also timed on this batch, the best of several times.
 
     >>> import torch
     >>> model = nn.Linear(3, 2)
@@ -83,7 +103,30 @@ def explain(model: nn.Module, batch: Any, loss_fn: LossFunction) -> Explanation:
         if terms:
             method = choose(terms)
             rule = gradients.operations.get(name, "")
-            rows.append(ParameterRow(name, tuple(p.shape), rule, method.name, method.cost / 1e6))
+            measured = _milliseconds(terms, gradients.losses_B) if measure else None
+            rows.append(ParameterRow(name, tuple(p.shape), rule, method.name, method.cost / 1e6, None, measured))
         else:
-            rows.append(ParameterRow(name, tuple(p.shape), "", "zero", 0.0))
+            rows.append(ParameterRow(name, tuple(p.shape), "", "zero", 0.0, None, 0.0 if measure else None))
     return Explanation(tuple(rows))
+
+
+@torch.no_grad()
+def _milliseconds(terms: Sequence[Term], losses_B: Tensor) -> float:
+    """Wall time of one parameter's norms and weighted sum, the least of a few repeats."""
+    weights_B = torch.ones_like(losses_B, dtype=torch.float64)
+    best = float("inf")
+    with full_precision():
+        for _ in range(_REPEATS):
+            _wait_for(losses_B)
+            start = time.perf_counter()
+            norms = squared_norms(terms, choose(terms))
+            weighted_sum(terms if norms.gradients is None else [norms.gradients], weights_B)
+            _wait_for(losses_B)
+            best = min(best, time.perf_counter() - start)
+    return 1e3 * best
+
+
+def _wait_for(tensor: Tensor) -> None:
+    """Until the work that was sent to an accelerator is done."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
