@@ -44,6 +44,10 @@ class BudgetExhausted(DiskDPError):
     """One more step would spend more than the plan allows."""
 
 
+class MemoryLimitError(DiskDPError, ValueError):
+    """A memory budget that is none, or into which not even one example fits."""
+
+
 class CheckpointError(DiskDPError):
     """A checkpoint that is damaged or belongs to another plan."""
 
@@ -58,6 +62,10 @@ class DiskDPWarning(UserWarning):
 
 class NotPrivateWarning(DiskDPWarning):
     """Nothing released under this configuration is differentially private."""
+
+
+class MemoryWarning(DiskDPWarning):
+    """Memory ran out, and the work went on with fewer examples at once."""
 
 
 class WeakDeltaWarning(DiskDPWarning):

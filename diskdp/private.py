@@ -12,18 +12,30 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
+from diskdp.backoff import add_all
 from diskdp.checkpoint import load_tree, save_tree
 from diskdp.clipping import Clipper
-from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
+from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, MemoryLimitError, SamplingError
 from diskdp.filters import DiSK, Filter
 from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, clip, refuse_modules
 from diskdp.ledger import Ledger
+from diskdp.memory import (
+    FRACTIONS,
+    Fit,
+    available_memory,
+    free_unused,
+    largest_fit,
+    out_of_memory,
+    parse_memory,
+    peak_memory,
+    shown_memory,
+)
 from diskdp.noise import GaussianNoise, Secret
 from diskdp.plan import Plan
 from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
@@ -55,17 +67,25 @@ class PrivateTraining:
         plan: Plan,
         loss_fn: LossFunction,
         filter: Filter,
-        microbatch_size: int | None,
+        microbatch_size: int | Literal["auto"] | None,
+        memory_budget: int | str | None,
         seed: int | None,
         ledger_path: Path | None,
     ) -> None:
-        if microbatch_size is not None and microbatch_size < 1:
-            raise SamplingError(f"microbatch_size={microbatch_size} must be at least 1, or None for whole batches")
+        if not (microbatch_size in (None, "auto") or (isinstance(microbatch_size, int) and microbatch_size >= 1)):
+            raise SamplingError(
+                f'microbatch_size={microbatch_size!r} must be at least 1, "auto", or None for whole batches'
+            )
+        if memory_budget is not None and microbatch_size != "auto":
+            raise MemoryLimitError('memory_budget: has no meaning without microbatch_size="auto"')
         self.model = model
         self.optimizer = optimizer
         self.plan = plan
         self.filter = filter
-        self.microbatch_size = microbatch_size
+        self.microbatch_size = None if microbatch_size == "auto" else microbatch_size  # "auto": found by loader()
+        self.memory_fit: Fit | None = None  # what "auto" found
+        self._automatic = microbatch_size == "auto"
+        self._memory_budget = None if memory_budget is None else parse_memory(memory_budget)
         self.clipper = Clipper(plan.clipping, plan.max_grad_norm)
         self._engine = Engine(model, loss_fn)
         self._parameters = self._engine.parameters()
@@ -78,7 +98,7 @@ class PrivateTraining:
         self._filter_state = filter.start()
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
-        self._loader_id: str | None = None
+        self._loader: PrivateLoader | None = None  # the current one
         self._process = os.getpid()
         self._seeded = self._secret.reproducible  # also if only an earlier part of the training was
 
@@ -115,7 +135,8 @@ class PrivateTraining:
         """The plan's remaining batches, drawn from ``dataset`` as the plan says.
 
         Checks the length of the data set against the plan, and on a few examples that the model's per-example
-        gradients can be established: structural faults are found here, before any training.
+        gradients can be established: structural faults are found here, before any training. With
+        ``microbatch_size="auto"`` it then measures, on the first examples, how many fit at once.
         """
         sampler = PoissonSampler(self.plan.dataset_size, self.plan.sample_rate, self._secret)
         loader = PrivateLoader(
@@ -131,9 +152,12 @@ class PrivateTraining:
         random = RandomState.capture()
         count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
         for size in dict.fromkeys((count, 1)):  # a batch of one is a structure of its own
-            self.check((collate_fn or default_collate)([dataset[i] for i in range(size)]), size)
+            self.check(loader.collated(np.arange(size)), size)
+        if self._automatic:
+            self.memory_fit = self._fitted(loader)
+            self.microbatch_size = loader.microbatch_size = self.memory_fit.size
         random.restore()
-        self._loader_id = loader.loader_id
+        self._loader = loader
         return loader
 
     def check(self, microbatch: Any, examples: int) -> None:
@@ -145,15 +169,19 @@ class PrivateTraining:
         self._accept(batch)
         noise = self._noise_begun()
         seen = _Seen()
-        remaining = len(batch.sizes) * len(self._passes())
         mean: dict[str, Tensor] | None = None
         last: tuple[float, Clipped] | None = None
-        for weight, clipped in self._clipped(batch, seen):
-            remaining -= 1
-            if remaining > 0:
-                mean = clipped.summed(mean, weight)
-            else:
-                last = weight, clipped
+        if self._automatic:
+            mean = self._summed_as_memory_allows(batch, seen)
+        else:
+            remaining = len(batch.sizes) * len(self._passes())
+            for examples, microbatch in zip(batch.sizes, batch.microbatches()):
+                for weight, clipped in self._clipped(microbatch, examples, seen):
+                    remaining -= 1
+                    if remaining > 0:
+                        mean = clipped.summed(mean, weight)
+                    else:
+                        last = weight, clipped
         step = self._step
         try:
             self._ledger.record(step, limit=self.plan.steps)  # before anything noised exists
@@ -236,7 +264,7 @@ class PrivateTraining:
 
     def _renew_secret(self) -> None:
         """Sampling and noise go on from a new secret (a seeded run has none to protect); loaders must be made anew."""
-        self._loader_id = None
+        self._loader = None
         self._process = os.getpid()
         if not self._secret.reproducible:
             self._secret = Secret.from_os()
@@ -245,7 +273,8 @@ class PrivateTraining:
     def _accept(self, batch: LogicalBatch) -> None:
         if os.getpid() != self._process:
             self._renew_secret()  # after a fork two processes would share it
-        if not isinstance(batch, LogicalBatch) or batch.loader_id != self._loader_id:
+        current = None if self._loader is None else self._loader.loader_id
+        if not isinstance(batch, LogicalBatch) or batch.loader_id != current:
             raise SamplingError(
                 f"step() was given {type(batch).__name__ if not isinstance(batch, LogicalBatch) else 'a batch'} that "
                 "does not come from this training's current loader, so the accountant's sampling would not hold; "
@@ -275,29 +304,92 @@ class PrivateTraining:
         std = self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
         return self._noise.begin(self._parameters, std, self._step)
 
-    def _passes(self) -> list[tuple[float, list[Point]]]:
-        """What is clipped by itself in this step, and its weight: all points at once, or each for separate clipping."""
+    def _passes(self, moved: bool = False) -> list[tuple[float, list[Point]]]:
+        """What is clipped by itself in this step, and its weight: all points at once, or each for separate clipping.
+
+        ``moved``: as if there were a look-ahead point already.
+        """
         here, ahead = self.filter.coefficients
         points: list[Point] = [(1.0, None)]  # the first step has d = 0: both points are x_0
-        if self._lookahead is not None and ahead != 0:
-            points = [(a, values) for a, values in ((here, None), (ahead, self._lookahead)) if a != 0]
+        lookahead = self._parameters if moved and self._lookahead is None else self._lookahead
+        if lookahead is not None and ahead != 0:
+            points = [(a, values) for a, values in ((here, None), (ahead, lookahead)) if a != 0]
         if self.filter.clip == "joint" or len(points) == 1:
             return [(1.0, points)]
         return [(a, [(1.0, values)]) for a, values in points]
 
-    def _clipped(self, batch: LogicalBatch, seen: _Seen) -> Iterator[tuple[float, Clipped]]:
+    def _clipped(
+        self, microbatch: Any, examples: int, seen: _Seen, moved: bool = False
+    ) -> Iterator[tuple[float, Clipped]]:
         """Clipped gradients and the weights with which they enter the mean, to be summed one by one."""
-        passes = self._passes()
-        for examples, microbatch in zip(batch.sizes, batch.microbatches()):
-            random = RandomState.capture() if len(passes) > 1 else None
-            for number, (weight, points) in enumerate(passes):
-                if random is not None:
-                    random.restore()
-                clipped = clip(self._engine, microbatch, points, self.clipper)
-                _one_loss_an_example(clipped.losses_B, examples)
-                if number == 0:
-                    seen.add(clipped)
-                yield weight / self.plan.batch_size, clipped
+        passes = self._passes(moved)
+        random = RandomState.capture() if len(passes) > 1 else None
+        for number, (weight, points) in enumerate(passes):
+            if random is not None:
+                random.restore()
+            clipped = clip(self._engine, microbatch, points, self.clipper)
+            _one_loss_an_example(clipped.losses_B, examples)
+            if number == 0:
+                seen.add(clipped)
+            yield weight / self.plan.batch_size, clipped
+
+    def _summed_as_memory_allows(self, batch: LogicalBatch, seen: _Seen) -> dict[str, Tensor] | None:
+        """The mean over the batch; where memory runs out, in smaller microbatches from here on."""
+        sums = _Sums(self._clipped, seen)
+        size = self.microbatch_size or max(1, batch.size)
+        fitting = add_all(batch, sums, size, self._device())
+        if fitting < size:
+            self.microbatch_size = fitting
+            if self._loader is not None:
+                self._loader.microbatch_size = fitting
+        return sums.mean
+
+    def _fitted(self, loader: PrivateLoader) -> Fit:
+        """How many of the loader's examples fit into the budget at once, measured on the first ones."""
+        device = self._device()
+        numbers = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
+        held = sum(t.nbytes for t in numbers.values())  # the mean, and on the CPU the noise beside it
+        fixed = held * (2 if device.type == "cpu" and self.plan.noise_multiplier else 1)
+        budget = self._memory_budget
+        if (
+            budget is None
+        ):  # what the filter, the look-ahead point and an optimizer such as Adam are yet to take stays free
+            budget = int(FRACTIONS.get(device.type, 0.5) * max(0, available_memory(device) - 4 * held))
+        expected, rate = self.plan.dataset_size * self.plan.sample_rate, self.plan.sample_rate
+        largest = math.ceil(expected + 6 * math.sqrt(expected * (1 - rate)))  # P(a larger batch) < 1e-8
+        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
+
+        def work(size: int) -> None:
+            for weight, clipped in self._clipped(loader.collated(np.arange(size)), size, _Seen(), moved=True):
+                clipped.summed(numbers, weight)
+
+        def peak_of(size: int) -> int | None:
+            try:
+                known = self._engine.structures
+                peak = peak_memory(lambda: work(size), device)
+                if self._engine.structures > known:  # examined for the first time, which takes more
+                    peak = peak_memory(lambda: work(size), device)
+                return fixed + peak
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            free_unused(device)
+            return None
+
+        work(1)  # so that what is kept from the first call on is not counted
+        fit = largest_fit(peak_of, budget, min(self.microbatch_size or largest, largest, self.plan.dataset_size))
+        with torch.no_grad():
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(buffers[name])
+        if fit is None:
+            raise MemoryLimitError(
+                f"one example alone takes more than the memory budget of {shown_memory(budget)}, the sums over all "
+                f"parameters included ({shown_memory(fixed)}); give a larger memory_budget, or make the model smaller"
+            )
+        return fit
+
+    def _device(self) -> torch.device:
+        return next(iter(self._parameters.values())).device
 
     def _noised(
         self,
@@ -356,14 +448,17 @@ class _Privatize:
         *,
         loss_fn: LossFunction,
         filter: Filter = DiSK(),  # noqa: B008  (a frozen value)
-        microbatch_size: int | None = None,
+        microbatch_size: int | Literal["auto"] | None = None,
+        memory_budget: int | str | None = None,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
     ) -> PrivateTraining:
         """Train ``model`` by ``optimizer`` under ``plan``.
 
         ``loss_fn(model, batch)`` returns one loss an example, shape [B]. ``microbatch_size`` bounds how many examples
-        are worked on at once and changes nothing else. ``seed`` makes the run reproducible, and not private.
+        are worked on at once and changes nothing else; "auto" finds the most that fit into ``memory_budget`` (bytes or
+        a text such as "4 GiB": what a step may take beyond the weights and states; a part of what is free, unless
+        given), and goes on with fewer where memory runs out. ``seed`` makes the run reproducible, and not private.
         ``ledger_path`` names a file in which every step is recorded before it is released.
 
         >>> model = nn.Linear(2, 1)
@@ -377,7 +472,7 @@ class _Privatize:
         [0, 1, 2, 3, 4]
         """
         path = None if ledger_path is None else Path(ledger_path)
-        return PrivateTraining(model, optimizer, plan, loss_fn, filter, microbatch_size, seed, path)
+        return PrivateTraining(model, optimizer, plan, loss_fn, filter, microbatch_size, memory_budget, seed, path)
 
     def resume(
         self,
@@ -388,7 +483,8 @@ class _Privatize:
         *,
         loss_fn: LossFunction,
         filter: Filter = DiSK(),  # noqa: B008
-        microbatch_size: int | None = None,
+        microbatch_size: int | Literal["auto"] | None = None,
+        memory_budget: int | str | None = None,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
     ) -> PrivateTraining:
@@ -406,6 +502,7 @@ class _Privatize:
             loss_fn=loss_fn,
             filter=filter,
             microbatch_size=microbatch_size,
+            memory_budget=memory_budget,
             seed=seed,
             ledger_path=ledger_path,
         )
@@ -416,6 +513,28 @@ class _Privatize:
 privatize = _Privatize()
 
 
+class _Sums:
+    """The mean over a logical batch so far, and what was seen of its examples."""
+
+    def __init__(self, clipped: Callable[[Any, int, _Seen], Iterator[tuple[float, Clipped]]], seen: _Seen) -> None:
+        self._clipped, self._seen = clipped, seen
+        self.mean: dict[str, Tensor] | None = None
+        self.intact = True
+
+    def add(self, microbatch: Any, examples: int) -> None:
+        seen = _Seen()
+        for weight, clipped in self._clipped(microbatch, examples, seen):
+            self.intact = False  # from the first sum to the last there is a part of this microbatch in the mean
+            self.mean = clipped.summed(self.mean, weight)
+        self._seen.extend(seen)
+        self.intact = True
+
+    def clear(self) -> None:
+        self.mean = None
+        self._seen.clear()
+        self.intact = True
+
+
 class _Seen:
     """The diagnostics of one logical batch's examples."""
 
@@ -423,6 +542,15 @@ class _Seen:
         self._norms: list[Tensor] = []
         self._clipped: list[Tensor] = []
         self._losses: list[Tensor] = []
+
+    def clear(self) -> None:
+        for values in (self._norms, self._clipped, self._losses):
+            values.clear()
+
+    def extend(self, other: _Seen) -> None:
+        self._norms += other._norms
+        self._clipped += other._clipped
+        self._losses += other._losses
 
     def add(self, clipped: Clipped) -> None:
         self._norms.append(clipped.norms_B)

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from diskdp.errors import SamplingError
 from diskdp.noise.keys import Keystream, Secret
 
 _RECORDS_AT_ONCE = 1 << 16
+
+Members: TypeAlias = "npt.NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,18 @@ class LogicalBatch:
 
     `sizes` are the numbers of members of the microbatches, `size` is their sum (without noise: for the data holder
     only), `consumed` whether they were asked for or the loader has moved on; `plan_token` and `loader_id` name the
-    plan and the loader.
+    plan and the loader. `members` loads some of them again, for work that has to be taken in smaller parts.
     """
 
-    def __init__(self, step: int, sizes: Sequence[int], plan_token: str, loader_id: str, source: Iterator[Any]) -> None:
+    def __init__(
+        self,
+        step: int,
+        sizes: Sequence[int],
+        plan_token: str,
+        loader_id: str,
+        source: Iterator[Any],
+        load: Callable[[int, int], Any] | None = None,
+    ) -> None:
         self.step = step
         self.sizes = tuple(sizes)
         self.size = sum(sizes)
@@ -79,7 +89,9 @@ class LogicalBatch:
         self.loader_id = loader_id
         self.consumed = False
         self._source = source
+        self._load = load
         self._dropped = False
+        self._closed = False
 
     def microbatches(self) -> Iterator[Any]:
         """The members, collated, in the order of the data set; no microbatch if there are no members."""
@@ -90,6 +102,18 @@ class LogicalBatch:
             )
         self.consumed = True
         return self._hand_out()
+
+    def members(self, start: int, stop: int) -> Any:
+        """The members `start` to `stop - 1`, in the order of the data set, fetched and collated anew.
+
+        Works in this process, and while the batch is the loader's current one.
+        """
+        if self._load is None or self._closed or not 0 <= start < stop <= self.size:
+            raise SamplingError(
+                f"members {start} to {stop} of the batch of step {self.step} cannot be loaded: it has {self.size}, and "
+                "they can be had while it is the loader's current batch"
+            )
+        return self._load(start, stop)
 
     def _hand_out(self) -> Iterator[Any]:
         for microbatch in self._source:
@@ -102,7 +126,7 @@ class LogicalBatch:
 
     def _close(self) -> None:
         """Pass over what was not taken, so that the next batch starts with its own members."""
-        self.consumed = True
+        self.consumed = self._closed = True
         for _ in self._source:
             self._dropped = True
 
@@ -112,7 +136,8 @@ class PrivateLoader:
 
     The data set is any object with `__len__` and `__getitem__`; a torch `DataLoader` fetches and collates in
     `num_workers` processes (a plain `TensorDataset` is indexed directly, with the same result).
-    Each iteration over the loader goes through the same steps with the same members.
+    Each iteration over the loader goes through the same steps with the same members. `microbatch_size` may be changed
+    on the way: it decides how members are grouped, from the next step on that has not been begun to load.
 
     >>> data = torch.utils.data.TensorDataset(torch.arange(100))
     >>> sampler = PoissonSampler(100, 0.2, Secret.from_seed(0))
@@ -141,7 +166,7 @@ class PrivateLoader:
         self._dataset = dataset
         self._sampler = sampler
         self._steps = range(first_step, last_step)
-        self._microbatch_size = microbatch_size or sampler.dataset_size
+        self.microbatch_size = microbatch_size
         self._collate_fn = collate_fn
         self._num_workers = num_workers
 
@@ -149,30 +174,39 @@ class PrivateLoader:
         return len(self._steps)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        drawn: dict[int, npt.NDArray[np.int64]] = {}
+        drawn: dict[int, tuple[Members, int]] = {}
 
-        def members(step: int) -> npt.NDArray[np.int64]:
-            """Each step is asked for twice, here and by the chunks, in either order (workers run ahead)."""
+        def draw(step: int) -> tuple[Members, int]:
+            """Members and size of microbatches. Each step is asked for twice, here and by the chunks, in either order
+            (workers run ahead)."""
             if step in drawn:
                 return drawn.pop(step)
-            drawn[step] = self._sampler.indices(step)
+            drawn[step] = self._sampler.indices(step), self.microbatch_size or self._sampler.dataset_size
             return drawn[step]
 
-        stream = self._load(self._chunks(members))
+        def chunks() -> Iterator[Members]:
+            for step in self._steps:
+                members, most = draw(step)
+                for start in range(0, len(members), most):
+                    yield members[start : start + most]
+
+        stream = self._load(chunks())
         for step in self._steps:
-            size, most = len(members(step)), self._microbatch_size
-            sizes = [min(most, size - start) for start in range(0, size, most)]
-            batch = LogicalBatch(step, sizes, self.plan_token, self.loader_id, islice(stream, len(sizes)))
+            members, most = draw(step)
+            sizes = [min(most, len(members) - start) for start in range(0, len(members), most)]
+            parts, load = islice(stream, len(sizes)), self._loading(members)
+            batch = LogicalBatch(step, sizes, self.plan_token, self.loader_id, parts, load)
             yield batch
             batch._close()
 
-    def _chunks(self, members: Callable[[int], npt.NDArray[np.int64]]) -> Iterator[npt.NDArray[np.int64]]:
-        for step in self._steps:
-            indices = members(step)
-            for start in range(0, len(indices), self._microbatch_size):
-                yield indices[start : start + self._microbatch_size]
+    def collated(self, indices: npt.NDArray[np.int64]) -> Any:
+        """These records of the data set as one microbatch, loaded in this process."""
+        return next(self._load(iter([indices]), in_process=True))
 
-    def _load(self, chunks: Iterator[npt.NDArray[np.int64]]) -> Iterator[Any]:
+    def _loading(self, members: Members) -> Callable[[int, int], Any]:
+        return lambda start, stop: self.collated(members[start:stop])
+
+    def _load(self, chunks: Iterator[Members], in_process: bool = False) -> Iterator[Any]:
         if type(self._dataset) is TensorDataset and self._collate_fn is None:
             tensors = self._dataset.tensors
             return ([t.index_select(0, chunk) for t in tensors] for chunk in map(torch.from_numpy, chunks))
@@ -180,7 +214,8 @@ class PrivateLoader:
             self._dataset,
             batch_sampler=(chunk.tolist() for chunk in chunks),
             collate_fn=self._collate_fn,
-            num_workers=self._num_workers,
+            num_workers=0 if in_process else self._num_workers,
+            generator=torch.Generator() if in_process else None,  # else it would draw from the model's
         )
         return iter(loader)
 

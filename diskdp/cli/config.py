@@ -96,7 +96,8 @@ class RunSettings:
     """Where the run is written, and what changes its speed but not its result."""
 
     out: Path
-    microbatch_size: int | None = None
+    microbatch_size: int | Literal["auto"] | None = None
+    memory_budget: int | str | None = None
     num_workers: int = 0
     eval_every: int | None = None
     checkpoint_every: int | None = None
@@ -251,11 +252,13 @@ def _section(kind: type[Section], table: Mapping[str, object], place: str, base:
 def _value(value: object, hint: Any, place: str, base: Path) -> Any:
     """``value`` as the type that a field declares."""
     if get_origin(hint) in (Union, types.UnionType):
-        [hint] = (inner for inner in get_args(hint) if inner is not type(None))
+        hints = [inner for inner in get_args(hint) if inner is not type(None)]
+        if len(hints) > 1:
+            return _one_of(value, hints, place, base)
+        [hint] = hints
     if get_origin(hint) is Literal:
-        choices = [str(choice) for choice in get_args(hint)]
-        if value not in choices:
-            raise ConfigError(f"{place}: must be one of {', '.join(choices)}, got {value!r}")
+        if value not in get_args(hint):
+            raise ConfigError(f"{place}: must be {_accepted(hint)}, got {value!r}")
         return value
     if get_origin(hint) is list:
         if not isinstance(value, list):
@@ -271,8 +274,26 @@ def _value(value: object, hint: Any, place: str, base: Path) -> Any:
         return float(value)
     if hint is not Path and isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
+    raise ConfigError(f"{place}: must be {_accepted(hint)}, got {value!r}")
+
+
+def _one_of(value: object, hints: Sequence[Any], place: str, base: Path) -> Any:
+    """``value`` as the first of several types that takes it."""
+    for hint in hints:
+        try:
+            return _value(value, hint, place, base)
+        except ConfigError:
+            continue
+    raise ConfigError(f"{place}: must be {' or '.join(_accepted(hint) for hint in hints)}, got {value!r}")
+
+
+def _accepted(hint: Any) -> str:
+    """What a value must be, in words."""
+    if get_origin(hint) is Literal:
+        choices = [str(choice) for choice in get_args(hint)]
+        return f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
     names = {str: "a text", int: "a whole number", float: "a number", Path: "a path (a text, not empty)"}
-    raise ConfigError(f"{place}: must be {names[hint]}, got {value!r}")
+    return names[hint]
 
 
 def _plain(value: Any) -> Any:

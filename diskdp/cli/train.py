@@ -21,6 +21,7 @@ from diskdp.cli.config import RunConfig, load_run, parse_settings
 from diskdp.cli.console import complain, print_table, progress_bars, say, table
 from diskdp.cli.folder import RunFolder
 from diskdp.errors import BudgetExhausted, ConfigError
+from diskdp.memory import shown_memory
 from diskdp.plan import Plan
 from diskdp.private import PrivateTraining, privatize
 from diskdp.report.card import card_of
@@ -42,7 +43,12 @@ def train(
     filter: Annotated[str | None, typer.Option(help="disk, lowpass or none; drops the file's [filter].")] = None,
     kappa: Annotated[float | None, typer.Option(help="The filter's κ, in (0, 1].")] = None,
     gamma: Annotated[float | None, typer.Option(help="DiSK's look-ahead γ, not 0.")] = None,
-    microbatch_size: Annotated[int | None, typer.Option(help="Examples worked on at once (memory only).")] = None,
+    microbatch_size: Annotated[
+        str | None, typer.Option(metavar="INTEGER|auto", help="Examples worked on at once (memory only).")
+    ] = None,
+    memory_budget: Annotated[
+        str | None, typer.Option(help='For --microbatch-size auto, such as "4 GiB"; else a part of what is free.')
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Reproducible sampling and noise, for tests: the run is then NOT private."),
@@ -70,7 +76,8 @@ def train(
         "optimizer.lr": lr,
         "filter.kappa": kappa,
         "filter.gamma": gamma,
-        "run.microbatch_size": microbatch_size,
+        "run.microbatch_size": _number_or_text(microbatch_size),
+        "run.memory_budget": _number_or_text(memory_budget),
         "run.seed": seed,
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
@@ -116,6 +123,7 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
             loss_fn=classification_loss,
             filter=filter,
             microbatch_size=config.run.microbatch_size,
+            memory_budget=config.run.memory_budget,
             seed=config.run.seed,
             ledger_path=folder.ledger,
         )
@@ -127,10 +135,14 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
             loss_fn=classification_loss,
             filter=filter,
             microbatch_size=config.run.microbatch_size,
+            memory_budget=config.run.memory_budget,
             seed=config.run.seed,
             ledger_path=folder.ledger,
         )
     loader = private.loader(split.train, num_workers=config.run.num_workers)
+    if private.memory_fit is not None:
+        fit = private.memory_fit
+        say(f"microbatches of {fit.size}: {shown_memory(fit.peak)} measured, {shown_memory(fit.slope)} an example")
     public = (*split.info.provenance, _about_size(config, plan))
     say("taken as public, and from where:")
     for line in public:
@@ -238,6 +250,11 @@ def _summarise(private: PrivateTraining, course: _Course, seconds: float) -> Non
         say("the score says something about the test rows, which the guarantee does not cover")
     say(f"for release: {course.folder.release} (weights, privacy card)")
     say(f"not for release: {course.folder.private} (configuration, metrics, checkpoint, ledger)")
+
+
+def _number_or_text(value: str | None) -> int | str | None:
+    """A flag that takes a whole number or a word."""
+    return int(value) if value is not None and value.strip().lstrip("+-").isdecimal() else value
 
 
 def _resolved(plan: Plan) -> Mapping[str, Any]:

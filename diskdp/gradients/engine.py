@@ -57,6 +57,11 @@ class Engine:
         self._accepted: set[object] = set()  # settings of the modules that were not refused
         self._used: set[str] = set()  # parameters that some examined structure uses
 
+    @property
+    def structures(self) -> int:
+        """How many structures have been examined so far."""
+        return len(self._examined)
+
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by name, a tied one once."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

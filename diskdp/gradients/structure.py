@@ -27,6 +27,7 @@ from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.pullback import parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.trace import Rules, Trace, Use
+from diskdp.memory import out_of_memory
 
 # Relative error of a sum over the batch that is taken for rounding; a missing use of relative size e passes with
 # probability about 0.8 tolerance / e. Over the test models correct terms differed from autograd by at most 1.3e-7 of
@@ -357,7 +358,9 @@ def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator)
                 alone = run.plain(batches.select_examples(batch, batch_size, kept)).detach()
             except GradientError:
                 raise
-            except (RuntimeError, IndexError, ValueError, TypeError):
+            except (RuntimeError, IndexError, ValueError, TypeError) as error:
+                if out_of_memory(error):
+                    raise
                 continue  # something of the batch's length that is not an example axis: this probe says nothing
             if len(alone) == len(kept) and not _same(before[kept.to(before.device)], alone, 1e-2, before):
                 raise _mixing("are left out")
