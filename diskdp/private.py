@@ -151,14 +151,30 @@ class PrivateTraining:
         )
         random = RandomState.capture()
         count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
-        for size in dict.fromkeys((count, 1)):  # a batch of one is a structure of its own
-            self.check(loader.collated(np.arange(size)), size)
+        while not self._checked(loader, count) and count > 1:
+            count //= 2
+        if count > 1:  # a batch of one is a structure of its own
+            self._checked(loader, 1)
         if self._automatic:
             self.memory_fit = self._fitted(loader)
             self.microbatch_size = loader.microbatch_size = self.memory_fit.size
         random.restore()
         self._loader = loader
         return loader
+
+    def _checked(self, loader: PrivateLoader, examples: int) -> bool:
+        """`check` on the first examples; whether there was memory for it, where fewer may do."""
+        try:
+            self.check(loader.collated(np.arange(examples)), examples)
+        except (RuntimeError, MemoryError) as error:
+            if not (self._automatic and out_of_memory(error)):
+                raise
+            if examples == 1:
+                raise MemoryLimitError(
+                    "memory ran out with a single example at work: make the model or the inputs smaller"
+                ) from error
+            return False
+        return True
 
     def check(self, microbatch: Any, examples: int) -> None:
         """Raise GradientError unless exact gradients of each of the microbatch's ``examples`` can be had."""
@@ -365,6 +381,8 @@ class PrivateTraining:
 
         def peak_of(size: int) -> int | None:
             try:
+                if size == 1:
+                    work(size)  # so that what is kept from the first call on is not counted
                 known = self._engine.structures
                 peak = peak_memory(lambda: work(size), device)
                 if self._engine.structures > known:  # examined for the first time, which takes more
@@ -376,11 +394,12 @@ class PrivateTraining:
             free_unused(device)
             return None
 
-        work(1)  # so that what is kept from the first call on is not counted
-        fit = largest_fit(peak_of, budget, min(self.microbatch_size or largest, largest, self.plan.dataset_size))
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
+        try:
+            fit = largest_fit(peak_of, budget, min(self.microbatch_size or largest, largest, self.plan.dataset_size))
+        finally:
+            with torch.no_grad():
+                for name, buffer in self.model.named_buffers():
+                    buffer.copy_(buffers[name])
         if fit is None:
             raise MemoryLimitError(
                 f"one example alone takes more than the memory budget of {shown_memory(budget)}, the sums over all "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import math
@@ -22,7 +23,7 @@ from diskdp.backoff import add_all
 from diskdp.errors import MemoryLimitError, MemoryWarning, SamplingError
 from diskdp.memory import available_memory, largest_fit, out_of_memory, parse_memory, peak_memory
 from diskdp.noise import Secret
-from diskdp.private import PrivateTraining
+from diskdp.private import PrivateTraining, StepResult
 from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
 from tests import oracle
 from tests.models import classify
@@ -282,6 +283,16 @@ def make_data() -> TensorDataset:
     return TensorDataset(torch.randn(N, 5).double(), torch.randint(0, 3, (N,)))
 
 
+@functools.cache
+def undisturbed(filter: DiSK) -> tuple[list[StepResult], dict[str, Tensor]]:
+    """Figures and weights of the training with memory enough."""
+    model, private = hungry("torch", filter)
+    results = [private.step(batch) for batch in private.loader(make_data())]
+    assert private.microbatch_size is not None
+    assert private.microbatch_size >= 30
+    return results, {name: p.detach() for name, p in model.named_parameters()}
+
+
 class Untensored(Dataset[Any]):
     """The same examples by way of a data loader."""
 
@@ -307,11 +318,7 @@ JOINT, SEPARATE = DiSK(0.7, 0.5), DiSK(0.7, 0.5, clip="separate")
 def test_a_step_survives_running_out_of_memory(how: str, filter: DiSK, workers: int | None, tmp_path: Path) -> None:
     """From step 2 on there is memory for 4 examples: the same weights and figures, one ledger entry a step."""
     data = make_data() if workers is None else Untensored(make_data())
-    calm, private = hungry(how, filter)
-    expected = [private.step(batch) for batch in private.loader(make_data())]
-    assert private.microbatch_size is not None
-    assert private.microbatch_size >= 30
-
+    expected, weights = undisturbed(filter)
     model, private = hungry(how, filter, tmp_path / "ledger.jsonl")
     results, sizes = [], []
 
@@ -328,8 +335,7 @@ def test_a_step_survives_running_out_of_memory(how: str, filter: DiSK, workers: 
     assert private.microbatch_size <= 4
     assert sizes[0] > 4
     assert sizes[-1] <= 4 or workers  # what workers had begun to load came in the old size
-    error = oracle.relative_error(dict(model.named_parameters()), dict(calm.named_parameters()))
-    assert error < 1e-12
+    assert oracle.relative_error(dict(model.named_parameters()), weights) < 1e-12
     for one, other in zip(results, expected, strict=True):
         assert (one.step, one.batch_size) == (other.step, other.batch_size)
         assert one.loss == pytest.approx(other.loss, rel=1e-9)
@@ -342,10 +348,6 @@ def test_a_step_survives_running_out_of_memory(how: str, filter: DiSK, workers: 
 
 @pytest.mark.filterwarnings("ignore::diskdp.errors.MemoryWarning")
 def test_one_example_that_does_not_fit_loses_nothing(tmp_path: Path) -> None:
-    calm, private = hungry("torch", JOINT)
-    for batch in private.loader(make_data()):
-        private.step(batch)
-
     model, private = hungry("torch", JOINT, tmp_path / "ledger.jsonl")
     for batch in private.loader(make_data()):
         if private.steps_done == 2:
@@ -363,7 +365,21 @@ def test_one_example_that_does_not_fit_loses_nothing(tmp_path: Path) -> None:
     for batch in private.loader(make_data()):
         private.step(batch)
     assert (private.steps_done, private.steps_charged) == (STEPS, STEPS)
-    assert oracle.relative_error(dict(model.named_parameters()), dict(calm.named_parameters())) < 1e-12
+    assert oracle.relative_error(dict(model.named_parameters()), undisturbed(JOINT)[1]) < 1e-12
+
+
+@pytest.mark.parametrize(("limit", "size"), [(1, 1), (3, 3), (5, 5)])
+def test_running_out_before_training_begins(limit: int, size: int) -> None:
+    """The examination and the measurements go on with fewer examples, too; with one there is nothing to halve."""
+    model, private = hungry("torch", JOINT)
+    model.limit = limit
+    for batch in private.loader(make_data()):
+        private.step(batch)
+    assert private.microbatch_size == size
+    assert oracle.relative_error(dict(model.named_parameters()), undisturbed(JOINT)[1]) < 1e-12
+    model.limit = 0
+    with pytest.raises(MemoryLimitError, match="single example"):
+        private.loader(make_data())
 
 
 def test_other_errors_are_not_taken_for_memory() -> None:
@@ -412,7 +428,7 @@ def test_the_budget_is_kept_and_used(filter: DiSK, budget: int | str) -> None:
     assert step_peak(image_training(filter=filter, microbatch_size=math.ceil(1.15 * size) + 2)) > allowed
 
 
-def test_whole_batches_if_they_fit_and_nothing_is_left_behind() -> None:
+def test_whole_batches_if_they_fit_and_nothing_is_left_behind(capfd: pytest.CaptureFixture[str]) -> None:
     private = image_training(microbatch_size="auto")
     data = images()
     assert private.microbatch_size is None
@@ -423,6 +439,7 @@ def test_whole_batches_if_they_fit_and_nothing_is_left_behind() -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights, private.model.parameters()))
     assert all(p.grad is None for p in private.model.parameters())
     assert private.steps_charged == 0
+    assert capfd.readouterr() == ("", "")  # the profiler, too, keeps quiet
 
 
 def test_what_cannot_be_a_budget() -> None:
