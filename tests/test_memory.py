@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from diskdp import DiSK, Plan, privatize
+from diskdp import DiSK, Plan, memory, privatize
 from diskdp.backoff import add_all
 from diskdp.errors import MemoryLimitError, MemoryWarning, SamplingError
 from diskdp.memory import available_memory, largest_fit, out_of_memory, parse_memory, peak_memory
@@ -84,6 +84,24 @@ def test_what_counts_as_out_of_memory() -> None:
 
 def test_there_is_memory() -> None:
     assert 2**20 < available_memory(CPU) < 2**60
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cache"),
+    [
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_a_container_s_limit(limit: str, used: str, cache: str, tmp_path: Path) -> None:
+    assert memory._of_container(tmp_path) is None
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / used).write_text("700\n")
+    (tmp_path / limit).with_name("memory.stat").write_text(f"anon 5\n{cache} 150\n")
+    (tmp_path / limit).write_text("1000\n")
+    assert memory._of_container(tmp_path) == 450
+    (tmp_path / limit).write_text("max\n")
+    assert memory._of_container(tmp_path) is None
 
 
 @given(
