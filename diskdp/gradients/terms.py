@@ -20,6 +20,7 @@ from diskdp.gradients.products import add_products, dots, gram_products, sum_of_
 
 # Points are mixed by differences of their factors where Σ|a_k| is beyond this: nearly equal points could cancel.
 _MODERATE = 4.0
+_PATCHES_AT_ONCE = 2**18  # numbers: what stays in the cache until it is multiplied
 
 
 @dataclass(frozen=True)
@@ -215,20 +216,30 @@ class Conv:
         return grads if self.scale == 1 else grads * self.scale
 
     def add_per_example(self, onto: Tensor) -> None:
-        """The same by one matrix product an image and group, of the output gradient and the patches it met."""
-        groups = self.shape.groups
-        rows = self.output.reshape(self.batch, self.images, groups, self.output.shape[1] // groups, -1)
-        patches = self.patches().view(self.batch, self.images, groups, -1, rows.shape[-1])
-        total = onto.view(self.batch * groups, rows.shape[3], -1)
-        for image in range(self.images):
-            add_products(rows[:, image].flatten(0, 1), patches[:, image].flatten(0, 1), self.scale, total)
+        """The same by one matrix product an image and group, of the output gradient and the patches it met.
 
-    def patches(self) -> Tensor:
-        """The receptive field of every output position, [B·K, C·kernel, positions]."""
+        Patches are written where those of other images have just been read: they stay in the cache.
+        """
+        groups, filters = self.shape.groups, self.output.shape[1]
+        rows = self.output.reshape(self.batch, self.images, groups, filters // groups, -1)
+        size = math.prod(self.gradient_shape) // filters  # of a filter
+        total = onto.view(self.batch, groups, filters // groups, size)
+        windows = self._windows().unflatten(0, (self.batch, self.images))
+        step = max(1, _PATCHES_AT_ONCE // max(1, groups * size * rows.shape[-1]))
+        space = windows.new_empty(min(step, self.batch), *windows.shape[2:])
+        for start in range(0, self.batch, step):
+            chunk = slice(start, start + step)
+            for image in range(self.images):
+                taken = windows[chunk, image]
+                patches = space[: len(taken)].copy_(taken).view(-1, size, rows.shape[-1])
+                add_products(rows[chunk, image].flatten(0, 1), patches, self.scale, total[chunk].flatten(0, 1))
+
+    def _windows(self) -> Tensor:
+        """The receptive field of every output position, [B·K, C, *kernel, *positions]: a view of the padded input."""
         conv, out = self.shape, self.output.shape[2:]
         x = F.pad(self.input, [p for pad in reversed(conv.padding) for p in (pad, pad)]).contiguous()
         steps = x.stride()[2:]
-        view = x.as_strided(
+        return x.as_strided(
             (*x.shape[:2], *conv.kernel, *out),
             (
                 *x.stride()[:2],
@@ -236,7 +247,6 @@ class Conv:
                 *(s * d for s, d in zip(steps, conv.stride)),
             ),
         )
-        return view.reshape(x.shape[0], -1, math.prod(out))
 
     def squared_norm(self) -> tuple[Tensor, Tensor]:
         """‖G_i‖² and Σ_t |output_t|²|patch_t|² for each example."""
