@@ -23,7 +23,7 @@ from diskdp.checkpoint import load_tree, save_tree
 from diskdp.clipping import Clipper
 from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, MemoryLimitError, SamplingError
 from diskdp.filters import DiSK, Filter
-from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, clip, refuse_modules
+from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, advance_buffers, clip, refuse_modules
 from diskdp.ledger import Ledger
 from diskdp.memory import (
     FRACTIONS,
@@ -452,6 +452,7 @@ class PrivateTraining:
             self.optimizer.step()
         for parameter in self._parameters.values():
             parameter.grad = None  # a second optimizer step must not see it
+        advance_buffers(self.model)
         if gamma is not None and self._lookahead is not None:
             torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
 

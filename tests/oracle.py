@@ -90,3 +90,39 @@ def same_masks(loss_fn: Callable[[Any, Any], Tensor], state: RandomState) -> Cal
         return loss_fn(model, batch)
 
     return rewound
+
+
+def per_example_same_masks(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    points: Sequence[tuple[float, Mapping[str, Tensor] | None]] = ((1.0, None),),
+) -> list[dict[str, Tensor]]:
+    """As `per_example`, but each loss is one of the whole batch's, from one random state and the same buffers.
+
+    For models with dropout or power iterations, which a loop over batches of one would draw and move on differently.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    held = {name: p.data for name, p in parameters.items()}
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    state = RandomState.capture()
+    result: list[dict[str, Tensor]] = []
+    for coefficient, values in points:
+        for name, p in parameters.items():
+            p.data = held[name] if values is None else values[name]
+        state.restore()
+        losses = loss_fn(model, batch)
+        result = result or [
+            {name: torch.zeros_like(p, dtype=torch.float64) for name, p in held.items()} for _ in losses
+        ]
+        for loss, total in zip(losses, result):
+            grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+            for name, grad in zip(parameters, grads):
+                if grad is not None:
+                    total[name] += coefficient * (grad.to_dense() if grad.is_sparse else grad).double()
+        for buffer, copy in buffers:
+            buffer.data.copy_(copy)
+    for name, p in parameters.items():
+        p.data = held[name]
+    state.restore()
+    return result

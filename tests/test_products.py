@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from diskdp import clipped_gradient
 from diskdp.clipping import Clipper
-from diskdp.gradients import Engine, clip, clipped, products
+from diskdp.gradients import Engine, clip, clipped, engine, products
 from diskdp.gradients.clipped import relative_slack
+from diskdp.gradients.structure import Structure, examine
 from tests import oracle
 
 torch.set_num_threads(1)
@@ -177,3 +179,22 @@ def test_layers_keep_torchs_kernels_where_reduced_precision_is_allowed(monkeypat
         assert products.linear(x, weight).dtype == torch.bfloat16
     assert products.linear(x.double(), weight.double()).dtype == torch.float64
     products.linear(x, weight.requires_grad_())
+
+
+def test_examination_rounds_as_the_model_does_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another kernel flips a ReLU here and there: 1 of 180 examinations of an MLP failed by one flipped unit."""
+    examined: list[bool] = []
+
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("oneDNN was called")
+
+    def watched(*arguments: Any) -> Structure:
+        with monkeypatch.context() as patched:
+            patched.setattr(products, "_times_transposed", refuse)
+            examined.append(True)
+            return examine(*arguments)
+
+    monkeypatch.setattr(engine, "examine", watched)
+    model = nn.Sequential(nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    Engine(model, lambda m, x: m(x).square().sum(1)).gradients(torch.randn(16, 784), [(1.0, None)])
+    assert examined == [True]

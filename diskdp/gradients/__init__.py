@@ -1,5 +1,6 @@
 """Per-example gradients without materialising them: one list of terms for every parameter."""
 
+from diskdp.gradients.buffers import advance_buffers
 from diskdp.gradients.clipped import Clipped, clip, clipped_gradient
 from diskdp.gradients.engine import Engine, LossFunction, Point
 from diskdp.gradients.explain import Explanation, ParameterRow, explain
@@ -14,6 +15,7 @@ __all__ = [
     "ParameterRow",
     "Point",
     "RandomState",
+    "advance_buffers",
     "clip",
     "clipped_gradient",
     "explain",

@@ -16,16 +16,19 @@ from torch import Tensor, nn
 
 from diskdp.errors import GradientError
 from diskdp.gradients import batches
+from diskdp.gradients.buffers import HeldBuffers
 from diskdp.gradients.ownership import Owner, probe_exponents
 from diskdp.gradients.pullback import Key, parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
 from diskdp.gradients.structure import Ownership, Structure, examine, refuse_modules
-from diskdp.gradients.terms import Direct, Term, combine, pairable
+from diskdp.gradients.terms import Direct, Outer, Term, combine, pairable
 from diskdp.gradients.trace import Source, Trace, Use
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 Point: TypeAlias = "tuple[float, Mapping[str, Tensor] | None]"
+
+_FEW_TERMS = 4  # of one parameter: more are joined, which copies their rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,18 @@ class _AtPoint:
     terms: dict[str, dict[Key, Term]]
     losses_B: Tensor
     operations: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What every forward pass starts from, whichever point or microbatch it serves."""
+
+    random: RandomState
+    buffers: HeldBuffers
+
+    def restore(self) -> None:
+        self.random.restore()
+        self.buffers.restore()
 
 
 class Engine:
@@ -80,12 +95,15 @@ class Engine:
         if settings not in self._accepted:
             refuse_modules(self.model)
             self._accepted.add(settings)
-        random = RandomState.capture()
+        start = _Start(RandomState.capture(), HeldBuffers.of(self.model))
         found = []
         for number, (_, values) in enumerate(points):
             if number > 0:
-                random.restore()
-            found.append(self._at(batch, parameters, values or {}, settings, random))
+                start.random.restore()
+            try:
+                found.append(self._at(batch, parameters, values or {}, settings, start))
+            finally:
+                start.buffers.restore()
         terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
         zeros = {
             name: p.new_zeros((), dtype=torch.promote_types(p.dtype, torch.float32)).expand(p.shape)
@@ -99,11 +117,15 @@ class Engine:
         parameters: Mapping[str, Tensor],
         values: Mapping[str, Tensor],
         settings: object,
-        random: RandomState,
+        start: _Start,
         measure: bool = False,
     ) -> _AtPoint:
         """One point. With ``measure`` the owners of rows are measured on this very batch."""
         data = list(batches.tensors(batch))
+        if any(t.is_nested for t in data):
+            raise GradientError(
+                "the batch holds a nested tensor, whose rows have no example axis; pad it and pass a mask"
+            )
         rules = default_rules()
         trace = Trace(parameters, values, data, rules)
         versions = [t._version for t in data]
@@ -117,12 +139,13 @@ class Engine:
         if key not in self._examined:
             if not bool(torch.isfinite(losses_B).any()):
                 return _AtPoint({}, losses_B.detach(), {})  # nobody contributes, and nothing can be learned from it
+            start.buffers.restore()
             self._examined[key] = examine(
-                self.model, self.loss_fn, batch, parameters, values, random, rules, trace.log, self._used
+                self.model, self.loss_fn, batch, parameters, values, start.random, rules, trace.log, self._used
             )
             self._used.update(name for _, targets in trace.log for name in targets)
-            random.restore()
-            return self._at(batch, parameters, values, settings, random)
+            start.restore()
+            return self._at(batch, parameters, values, settings, start)
         structure = self._examined[key]
         collected: list[tuple[Key, Source, Term]] = []
         operations: dict[str, set[str]] = {}
@@ -153,8 +176,8 @@ class Engine:
 
             trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
             if unsettled:
-                random.restore()
-                return self._at(batch, parameters, values, settings, random, measure=True)
+                start.restore()
+                return self._at(batch, parameters, values, settings, start, measure=True)
         shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
         return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
 
@@ -203,7 +226,7 @@ def _combined(
                 for term, a in seen:
                     terms += combine([term], [a])
             del seen, together
-        result[name] = _with_one_direct(terms)
+        result[name] = _with_joined_rows(_with_one_direct(terms))
     return result
 
 
@@ -215,3 +238,18 @@ def _with_one_direct(terms: list[Term]) -> list[Term]:
     for grads in direct[1:]:
         total += grads
     return [Direct(total), *(t for t in terms if not isinstance(t, Direct))]
+
+
+def _with_joined_rows(terms: list[Term]) -> list[Term]:
+    """One term of all rows, where a layer ran at every time step: a norm takes its terms in pairs."""
+    groups: dict[float, list[Outer]] = {}
+    for term in terms:
+        if isinstance(term, Outer) and not term.one_hot:
+            groups.setdefault(term.scale, []).append(term)
+    joined: list[Term] = []
+    for scale, group in groups.items():
+        if len(group) > _FEW_TERMS:
+            left, right = torch.cat([t.left for t in group], 1), torch.cat([t.right for t in group], 1)
+            joined.append(Outer(left, right, group[0].rows, scale))
+    done = {term.scale for term in joined if isinstance(term, Outer)}
+    return joined + [t for t in terms if not isinstance(t, Outer) or t.one_hot or t.scale not in done]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 _BLOCK = 1024  # numbers whose squares may be added up one after the other: 1e-7 too low at most
 # Below so many multiply-adds a call of oneDNN costs more than it saves; measured at 12 µs a call.
 _WORTH_A_CALL = 2**20
+_OWN_KERNELS = ContextVar("own kernels", default=True)
 _AT_ONCE = 2**22  # numbers of a product that is then added to another: larger ones leave the cache
 
 
@@ -48,6 +50,20 @@ def full_precision() -> Iterator[None]:
         torch.backends.cudnn.allow_tf32 = convolutions
         if matmul != "highest":
             torch.set_float32_matmul_precision(matmul)
+
+
+@contextmanager
+def kernels_of_torch() -> Iterator[None]:
+    """Products inside by the kernels that torch itself would use.
+
+    The examination compares with the model as it runs on its own. Another kernel rounds otherwise, and where an input
+    of a ReLU is a rounding error away from 0, that decides whether a whole unit has a gradient.
+    """
+    token = _OWN_KERNELS.set(False)
+    try:
+        yield
+    finally:
+        _OWN_KERNELS.reset(token)
 
 
 def squares(values: Tensor) -> Tensor:
@@ -156,8 +172,29 @@ class _Linear(torch.autograd.Function):
         return _times_transposed(grad, weight.t()) if ctx.needs_input_grad[0] else None, None, None
 
 
+def times_transposed(matrix: Tensor, rows: int, uses: int = 1) -> Callable[[Tensor], Tensor]:
+    """a -> a · matrixᵀ, for a of so many rows: for several uses the matrix is brought into the kernel's order once.
+
+    >>> times_transposed(torch.tensor([[1.0, 2.0]]), rows=1)(torch.tensor([[3.0, 4.0]]))
+    tensor([[11.]])
+    """
+    if rows * matrix.numel() < _WORTH_A_CALL or not _served(matrix):
+        columns = matrix.t()
+        return lambda a: a @ columns
+    if uses == 1:
+        return lambda a: _times_transposed(a, matrix)
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix.contiguous(), rows)
+    return lambda a: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], "")
+
+
 def _served(values: Tensor) -> bool:
-    return values.dtype == torch.float32 and values.device.type == "cpu" and _has_onednn() and _onednn_enabled()
+    return (
+        values.dtype == torch.float32
+        and values.device.type == "cpu"
+        and _OWN_KERNELS.get()
+        and _has_onednn()
+        and _onednn_enabled()
+    )
 
 
 def _onednn_enabled() -> bool:
@@ -179,5 +216,7 @@ def _has_onednn() -> bool:
 
 def _times_transposed(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a bᵀ + bias by oneDNN; neither needs to be contiguous."""
+    if not (b.is_contiguous() or b.t().is_contiguous()):  # rows with gaps between them: 1000 times slower
+        b = b.contiguous()
     result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
     return result

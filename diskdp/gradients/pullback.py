@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from diskdp.gradients.ownership import Owner
 from diskdp.gradients.terms import Direct, Outer, Term
-from diskdp.gradients.trace import Source, Use
+from diskdp.gradients.trace import Source, Use, first_row
 
 Key: TypeAlias = "tuple[int, int]"
 """The use, and which of its terms: the same at every point, so that points can be paired."""
@@ -39,6 +40,9 @@ def _pulled_back(source: Source, term: Term) -> list[tuple[str, Term]]:
             source = source.base
         elif source.base is not None and source.view == "transpose":
             source, term = source.base, _transposed(term)
+        elif source.base is not None and source.view == "rows":
+            term = _among_rows(source.base.node, source.node, term)
+            source = source.base
         else:
             grads = term.per_example()
             names, leaves = list(source.leaves), list(source.leaves.values())
@@ -58,3 +62,15 @@ def _transposed(term: Term) -> Term:
     if isinstance(term, Outer) and not term.one_hot:
         return Outer(term.right, term.left, term.right.shape[2], term.scale)
     return Direct(term.per_example().transpose(1, 2))
+
+
+def _among_rows(whole: Tensor, part: Tensor, term: Term) -> Term:
+    """The term of some rows of a matrix (attention's packed projections) as one of all its rows."""
+    first = first_row(whole, part)
+    if first is None:
+        raise ValueError("not a view of rows")
+    around = (first, len(whole) - len(part) - first)
+    if isinstance(term, Outer):
+        left = term.left + first if term.one_hot else F.pad(term.left, around)
+        return Outer(left, term.right, len(whole), term.scale)
+    return Direct(F.pad(term.per_example(), (0, 0, *around)))

@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from diskdp.errors import DiskDPError, GradientError
 from diskdp.gradients import batches
+from diskdp.gradients.buffers import refuse_written
 from diskdp.gradients.ownership import Layout, Owner, explanations, live_rows, probe_exponents
 from diskdp.gradients.planner import choose, squared_norms
+from diskdp.gradients.products import kernels_of_torch
 from diskdp.gradients.pullback import parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.trace import Rules, Trace, Use
@@ -174,9 +177,10 @@ def examine(
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     here = {name: values.get(name, p).detach() for name, p in parameters.items()}
     near = {name: _perturbed(value, generator) for name, value in here.items()}
-    with _restored_buffers(model) as buffers, _grads_kept(parameters):
+    with _restored_buffers(model) as buffers, _grads_kept(parameters), kernels_of_torch():
         run = _Run(model, loss_fn, parameters, here, random, buffers, rules)
         losses_B = run.plain(batch)
+        refuse_written(model, buffers)
         finite = torch.isfinite(losses_B.detach())
         moved = replace(run, values=near)
         trace, losses_B = moved.traced(batch)
@@ -217,6 +221,18 @@ class _Probe:
     precision: torch.dtype
 
 
+class _AsTraced(TorchFunctionMode):
+    """Changes nothing, but modules that ask whether a mode is active then take the path that they take when traced.
+
+    A frozen encoder in eval mode would else run in a fused kernel, which gives other numbers at padded positions.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
 @dataclass(frozen=True)
 class _Run:
     """The model at perturbed weights, every time from the same random state and buffers."""
@@ -238,7 +254,7 @@ class _Run:
     def plain(self, batch: Any) -> Tensor:
         """The losses as the model computes them on its own, without any tracing."""
         self.reset()
-        with _exchanged(self.parameters, self.values), torch.enable_grad():
+        with _exchanged(self.parameters, self.values), torch.enable_grad(), _AsTraced():
             return batches.checked_losses(self.loss_fn(self.model, batch))
 
     def draws_randomness(self, batch: Any) -> bool:
@@ -257,7 +273,8 @@ class _Run:
         self.reset()
         weights_B = probe.weights_B
         with _exchanged(self.parameters, self.values), torch.enable_grad():
-            losses_B = batches.checked_losses(self.loss_fn(self.model, batch))
+            with _AsTraced():
+                losses_B = batches.checked_losses(self.loss_fn(self.model, batch))
             for p in self.parameters.values():
                 p.grad = None
             (losses_B * weights_B.to(losses_B)).sum().backward()  # reentrant checkpointing refuses grad()
@@ -342,7 +359,16 @@ def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator)
                     "no part of the batch could be told apart by example, so it cannot be checked that examples do not "
                     "mix; let the batch be tensors, or mappings, sequences or objects of tensors"
                 )
-            after = run.plain(other).detach()
+            try:
+                after = run.plain(other).detach()
+            except (RuntimeError, IndexError, ValueError) as error:
+                if axis == 0:
+                    continue
+                raise GradientError(
+                    f"the forward pass fails when examples of the batch are replaced by others of it ({error}), so it "
+                    "cannot be checked that examples do not mix; let every row of the batch's tensors belong to one "
+                    "example (no offsets into others, no order of lengths)"
+                ) from error
             for name, buffer in run.model.named_buffers():
                 if not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num()):
                     raise GradientError(

@@ -38,7 +38,7 @@ class Source:
     node: Tensor  # the same numbers, with an autograd graph back to the parameters' leaves
     leaves: Mapping[str, Tensor]  # the parameters it was computed from
     base: Source | None = None  # the source of which this is a view ...
-    view: str = "other"  # ... of this kind: "same", "transpose", "broadcast" or "other"
+    view: str = "other"  # ... of this kind: "same", "transpose", "rows", "broadcast" or "other"
 
     @property
     def expanded(self) -> bool:
@@ -134,6 +134,8 @@ class Call:
 
     def tap(self, output: Tensor, targets: Sequence[Source | None], saved: Sequence[Tensor], build: Build) -> Tensor:
         """Watch ``output``; ``build`` makes the terms once its gradient is known."""
+        if output.is_nested:
+            raise self.refuse("a nested tensor has no rows to assign to examples; pass the padded tensor and mask")
         if any(output is t for t in flat_tensors(self.args, self.kwargs)):  # x.to(w) may be x itself
             output = output.clone()
         if output._is_view():  # in-place operations on what follows must not reach through a view
@@ -376,10 +378,12 @@ def _derived(call: Call, output: Tensor, inputs: list[Source]) -> Source:
 
 
 def _view_kind(call: Call, output: Tensor, base: Source) -> str:
-    """How ``output`` shows its base: the same, transposed, broadcast, or in any other way."""
+    """How ``output`` shows its base: the same, transposed, some rows, broadcast, or in any other way."""
     value = base.node
     if call.function is torch.Tensor.repeat and _repeats_only_ones(value, output):
         return "broadcast"
+    if first_row(value, output) is not None:
+        return "rows"
     if output.data_ptr() != value.data_ptr() or output.dtype != value.dtype:
         return "other"
     if output.shape == value.shape and _strides(output) == _strides(value):
@@ -396,6 +400,23 @@ def _axes_taken(index: Any) -> int:
     if index is None or isinstance(index, bool):
         return 0
     return max(1, index.dim()) if isinstance(index, Tensor) and index.dtype == torch.bool else 1
+
+
+def first_row(value: Tensor, output: Tensor) -> int | None:
+    """The row of the matrix ``value`` with which ``output`` begins, if it is a view of some of its rows.
+
+    >>> packed = torch.zeros(6, 4)
+    >>> first_row(packed, packed[2:5]), first_row(packed, packed[2:5].clone()), first_row(packed, packed[:, :2])
+    (2, None, None)
+    """
+    if value.dim() != 2 or output.dim() != 2 or output.shape[1] != value.shape[1] or len(output) >= len(value):
+        return None
+    if output.stride() != value.stride() or output.dtype != value.dtype or value.stride(0) == 0:
+        return None
+    if output.untyped_storage().data_ptr() != value.untyped_storage().data_ptr():
+        return None
+    row, rest = divmod(int(output.storage_offset() - value.storage_offset()), value.stride(0))
+    return row if rest == 0 and 0 <= row <= len(value) - len(output) else None
 
 
 def _expands(value: Tensor, output: Tensor) -> bool:

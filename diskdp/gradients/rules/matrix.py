@@ -81,6 +81,31 @@ def _plus_product(
     return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha, out=out)
 
 
+def bilinear(call: Call) -> Tensor:
+    """y_k = x₁ᵀ W_k x₂ + b_k: rows of the output gradient times the products of the two inputs' rows."""
+    first, second, weight, bias = call.bind("input1", "input2", "weight", bias=None)
+    weight_source, bias_source = call.source(weight), call.source(bias)
+    inputs_given = call.source(first) is None and call.source(second) is None
+    if not inputs_given or call.is_data(weight) or call.is_data(bias):
+        return per_example_vjp(call)
+    output = F.bilinear(first, second, call.value(weight), call.value(bias))
+
+    def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
+        rows = owner.rows(grad)
+        terms: list[tuple[Source, Term]] = []
+        if weight_source is not None:
+            a, b = (owner.rows(x) for x in saved)
+            products = (a.unsqueeze(3) * b.unsqueeze(2)).flatten(2)
+            grads = torch.bmm(rows.transpose(1, 2), products)
+            terms.append((weight_source, Direct(grads.view(owner.batch, *weight_source.value.shape))))
+        if bias_source is not None:
+            terms.append((bias_source, Direct(rows.sum(1))))
+        return terms
+
+    saved = [first, second] if weight_source is not None else []
+    return call.tap(output, [weight_source, bias_source], saved, build)
+
+
 def _times_matrix(call: Call, x: Tensor, source: Source) -> Tensor:
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
         return [(source, Outer(owner.rows(saved[0]), owner.rows(grad), source.value.shape[0]))]
@@ -110,5 +135,6 @@ RULES: list[tuple[list[Callable[..., object]], Rule]] = [
     ([torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__], matmul),
     ([torch.Tensor.__rmatmul__], reversed_matmul),
     ([torch.addmm, torch.Tensor.addmm], addmm),
+    ([F.bilinear, torch.bilinear], bilinear),
 ]
 FASTER: Mapping[Callable[..., object], Callable[..., object]] = {F.linear: products.linear, torch.addmm: _plus_product}

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from diskdp.gradients.rules import arithmetic, convolution, lookup, matrix, normalization
+from diskdp.gradients.rules import arithmetic, attention, bags, convolution, lookup, matrix, normalization, recurrent
 from diskdp.gradients.trace import Rule, Rules
 
 
@@ -14,7 +14,7 @@ from diskdp.gradients.trace import Rule, Rules
 def library_rules() -> Rules:
     """All rules that come with the library."""
     table: dict[Callable[..., Any], Rule] = {}
-    for family in (matrix, convolution, lookup, normalization, arithmetic):
+    for family in (matrix, convolution, attention, recurrent, lookup, bags, normalization, arithmetic):
         for functions, rule in family.RULES:
             table.update(dict.fromkeys(functions, rule))
     return Rules(table, normalization.GUARDS, arithmetic.expanded_or_vjp, matrix.FASTER)
