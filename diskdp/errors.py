@@ -70,3 +70,11 @@ class MemoryWarning(DiskDPWarning):
 
 class WeakDeltaWarning(DiskDPWarning):
     """A delta so large that publishing one record in full would satisfy it."""
+
+
+class LowPrecisionWarning(DiskDPWarning):
+    """Weights kept in so few bits that small updates do not change them."""
+
+
+class UnusedParameterWarning(DiskDPWarning):
+    """A trainable parameter that the loss has not depended on for a long time."""

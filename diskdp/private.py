@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,7 +22,14 @@ from torch import Tensor, nn
 from diskdp.backoff import add_all
 from diskdp.checkpoint import load_tree, save_tree
 from diskdp.clipping import Clipper
-from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, MemoryLimitError, SamplingError
+from diskdp.errors import (
+    BudgetExhausted,
+    CheckpointError,
+    GradientError,
+    LowPrecisionWarning,
+    MemoryLimitError,
+    SamplingError,
+)
 from diskdp.filters import DiSK, Filter
 from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, advance_buffers, clip, refuse_modules
 from diskdp.ledger import Ledger
@@ -89,7 +97,9 @@ class PrivateTraining:
         self.clipper = Clipper(plan.clipping, plan.max_grad_norm)
         self._engine = Engine(model, loss_fn)
         self._parameters = self._engine.parameters()
+        self._forms = _forms(self._parameters)
         _check_optimizer(optimizer, self._parameters)
+        _warn_of_low_precision(self._parameters)
         refuse_modules(model)
         self._needs_closure = _check_evaluations(optimizer)
         self._secret = Secret.from_os() if seed is None else Secret.from_seed(seed)
@@ -306,6 +316,11 @@ class PrivateTraining:
             raise GradientError(
                 "the model's trainable parameters are not those that privatize() was given: one was frozen, unfrozen "
                 "or replaced; change the model before, or make a new private training"
+            )
+        if _forms(now) != self._forms:
+            raise GradientError(
+                "the model was cast or moved after privatize(), and the optimizer's and the filter's state was not; "
+                "call .to(...) before the optimizer is made, or make a new private training"
             )
         if self._ledger.spent >= self.plan.steps:
             raise BudgetExhausted(
@@ -588,6 +603,23 @@ class _Seen:
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
+
+
+def _forms(parameters: Mapping[str, Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(p.dtype, p.device) for p in parameters.values()]
+
+
+def _warn_of_low_precision(parameters: Mapping[str, Tensor]) -> None:
+    """An update of less than half a unit in the last place leaves a weight where it is."""
+    low = [name for name, p in parameters.items() if p.dtype in (torch.bfloat16, torch.float16)]
+    if low:
+        warnings.warn(
+            f"{', '.join(low[:4])}: trained in {parameters[low[0]].dtype}, where updates below about "
+            f"{torch.finfo(parameters[low[0]].dtype).eps / 2:.1g} of a weight are lost, so training may stand still; "
+            "keep what trains in float32 and compute under torch.autocast (what is frozen may stay as it is)",
+            LowPrecisionWarning,
+            stacklevel=4,
+        )
 
 
 def _one_loss_an_example(losses_B: Tensor, examples: int) -> None:

@@ -26,19 +26,28 @@ def per_example(
     axes: Sequence[int] | None = None,
 ) -> list[dict[str, Tensor]]:
     """u_i = Σ_k a_k ∇loss_i(point k), one dictionary an example."""
+    count = batch[0].shape[(axes or [0])[0]]
+    return _gradients(model, [example(batch, i, axes) for i in range(count)], loss_fn, points)
+
+
+def _gradients(
+    model: nn.Module,
+    batches: Sequence[Any],
+    loss_fn: Callable[[Any, Any], Tensor],
+    points: Sequence[tuple[float, Mapping[str, Tensor] | None]],
+) -> list[dict[str, Tensor]]:
+    """Σ_k a_k ∇ Σ loss(point k) for each of the batches."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = {name: p.data for name, p in parameters.items()}
     for p in parameters.values():
         p.grad = None
-    count = batch[0].shape[(axes or [0])[0]]
     result = []
-    for i in range(count):
+    for batch in batches:
         total = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
         for coefficient, values in points:
             for name, p in parameters.items():
                 p.data = held[name] if values is None else values[name]
-            loss = loss_fn(model, example(batch, i, axes)).sum()
-            loss.backward()
+            loss_fn(model, batch).sum().backward()
             for name, p in parameters.items():
                 if p.grad is not None:
                     total[name] += coefficient * p.grad.double()
@@ -125,4 +134,24 @@ def per_example_same_masks(
     for name, p in parameters.items():
         p.data = held[name]
     state.restore()
+    return result
+
+
+def per_example_in_batch(
+    model: nn.Module,
+    batch: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    points: Sequence[tuple[float, Mapping[str, Tensor] | None]],
+    state: RandomState,
+) -> list[dict[str, Tensor]]:
+    """As `per_example`, each loss taken from the whole batch: every evaluation then draws the same dropout masks."""
+
+    def one(index: int) -> Callable[[Any, Any], Tensor]:
+        return lambda model, batch: same_masks(loss_fn, state)(model, batch)[index : index + 1]
+
+    count = len(same_masks(loss_fn, state)(model, batch))
+    result = []
+    for i in range(count):
+        [gradient] = _gradients(model, [batch], one(i), points)
+        result.append(gradient)
     return result

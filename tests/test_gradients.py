@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from diskdp import clipped_gradient, explain
 from diskdp.clipping import Clipper
-from diskdp.gradients import Engine, batches, clip, planner
+from diskdp.errors import GradientError
+from diskdp.gradients import Engine, batches, clip, engine, planner
 from diskdp.gradients.ownership import Layout, Owner, candidates, explanations, probe_exponents
 from diskdp.gradients.terms import Conv, ConvShape, Direct, Outer, Term, combine
 from tests import oracle
@@ -208,6 +210,77 @@ def test_the_structure_is_examined_once_for_all_batch_sizes() -> None:
         before = calls
         engine.gradients((torch.randn(size, 3, 16, 16), torch.randint(0, 4, (size,))), [(1.0, None)])
         assert (calls - before == 1) == (size != 5)
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_STRUCTURES", 3)
+    found = Engine(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), lambda m, b: m(b[0]).square().mean((1, 2)))
+    for length in range(2, 9):
+        found.gradients((torch.randn(9, length, 4),), [(1.0, None)])
+    assert len(found._examined) == 3
+
+
+def test_another_length_is_examined_on_a_few_examples() -> None:
+    sizes: list[int] = []
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        sizes.append(len(batch[0]))
+        return model(batch[0]).square().mean((1, 2))
+
+    found = Engine(nn.Sequential(nn.Linear(6, 3), nn.Tanh()), loss)
+    for length, few in ((7, set()), (9, {4}), (4, {5}), (5, {4}), (2, {4})):  # 4 of length 4 could be either axis
+        sizes.clear()
+        found.gradients((torch.randn(30, length, 6),), [(1.0, None)])
+        halves = {size // 2 for size in few or {30}} | {size - size // 2 for size in few or {30}}
+        assert set(sizes) == {30} | few | halves
+        assert sizes.count(30) == (2 if few else sizes.count(30))
+
+
+def test_a_few_examples_that_take_another_path_are_not_enough() -> None:
+    """A path that only this length and this many examples take is examined as it is."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        losses_B = model(batch[0]).square().mean((1, 2))
+        if batch[0].shape[1] == 5 and len(batch[0]) > 6:
+            losses_B = losses_B - model(batch[0]).detach().mean()
+        return losses_B
+
+    found = Engine(nn.Sequential(nn.Linear(4, 3), nn.Tanh()), loss)
+    found.gradients((torch.randn(9, 4, 4),), [(1.0, None)])
+    with pytest.raises(GradientError, match="loss of one example changes"):
+        found.gradients((torch.randn(9, 5, 4),), [(1.0, None)])
+
+
+def test_lengths_that_coincide_with_the_batch() -> None:
+    """Rows flattened to [B·T]: how many an example has is not known from a batch in which B and T were the same."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+
+    def loss(m: nn.Module, b: tuple[Tensor, ...]) -> Tensor:
+        return m(b[0].flatten(0, 1)).unflatten(0, b[0].shape[:2]).square().mean((1, 2))
+
+    found = Engine(model, loss)
+    for size in (5, 6, 5, 7):
+        batch = (torch.randn(size, size, 4).double(),)
+        [exact] = [oracle.per_example(model, batch, loss)]
+        grads = clip(found, batch, [(1.0, None)], Clipper("flat", 1e9)).summed()
+        assert oracle.relative_error(grads, oracle.clipped(exact, "flat", 1e9)) < 1e-10
+
+
+def test_a_table_of_positions_as_long_as_the_batch() -> None:
+    """Row numbers [T, T] that belong to no example, where T is the number of examples."""
+    model = nn.Module()
+    model.table, model.out = nn.Embedding(9, 1).double(), nn.Linear(4, 4).double()
+
+    def loss(m: Any, b: tuple[Tensor, ...]) -> Tensor:
+        position = torch.arange(b[0].shape[1])
+        bias_TT = m.table(position[:, None] - position + 4).squeeze(-1)
+        return (torch.softmax(b[0] @ b[0].transpose(1, 2) + bias_TT, -1) @ m.out(b[0])).square().mean((1, 2))
+
+    for count in (4, 5, 6):
+        batch = (torch.randn(count, 5, 4).double(),)
+        exact = oracle.clipped(oracle.per_example(model, batch, loss), "flat", 0.1)
+        grads, _ = clipped_gradient(model, batch, loss, max_norm=0.1)
+        assert oracle.relative_error(grads, exact) < 1e-10
 
 
 def test_explain_says_rule_method_and_cost() -> None:

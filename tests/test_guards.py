@@ -127,6 +127,7 @@ def picks(forward: Any, *data: Tensor, batch: int = 4) -> bool:
         (False, lambda w, x, n: (x * w)[..., n]),
         (False, lambda w, x, n: n[:2].float() * w[0]),  # whole numbers cut at fixed places
         (False, lambda w, x, n: torch.zeros(4, 3)[n] * x * w),  # a constant table, row for row of the numbers
+        (True, lambda w, x, n: torch.arange(12.0).view(4, 3)[n > 0] * w),
         (True, lambda w, x, n: (x * w)[n]),
         (True, lambda w, x, n: (x * w)[None, n]),
         (True, lambda w, x, n: (x * w).index_select(0, n)),

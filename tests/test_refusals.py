@@ -219,3 +219,25 @@ def test_clipped_gradient_examines_a_model_and_loss_once() -> None:
     first = calls
     clipped_gradient(model, vectors(), counted)
     assert calls == first + 1
+
+
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Sequential(nn.Linear(D, D), nn.Dropout(0.2), nn.AlphaDropout(0.1), nn.Linear(D, K)),
+    "attention": lambda: nn.TransformerEncoderLayer(D, 2, 12, dropout=0.1, batch_first=True),
+    "fused attention": lambda: Lambda(
+        lambda m, x: F.scaled_dot_product_attention(m.l(x), x, x, None, 0.2), l=nn.Linear(D, D)
+    ),
+    "fused attention by name": lambda: Lambda(
+        lambda m, x: F.scaled_dot_product_attention(m.l(x), x, x, dropout_p=0.2), l=nn.Linear(D, D)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_does_not_hide_a_division_by_the_number_of_examples(name: str) -> None:
+    """The masks of another batch size are others, so that examples are left out without any."""
+    torch.manual_seed(0)
+    model, batch = DROPPING[name](), (torch.randn(B, T, D),)
+    clipped_gradient(model, batch, square)
+    with pytest.raises(GradientError, match="are left out"):
+        clipped_gradient(model, batch, lambda m, b: square(m, b) / len(b[0]))

@@ -124,7 +124,26 @@ def checked_losses(losses_B: Any) -> Tensor:
 
 
 def signature(batch: Any, batch_size: int) -> object:
-    """Shapes and dtypes of a batch with its size left open, so that Poisson batches of any size share one entry."""
-    return batch_size == 1, tuple(
-        (tuple(-1 if size == batch_size else size for size in t.shape), t.dtype) for t in tensors(batch)
-    )
+    """Shapes and dtypes of a batch with its size left open, so that Poisson batches of any size share one entry.
+
+    Where another axis happens to have the batch's length the size is part of it: the axis could be either.
+
+    >>> import torch
+    >>> signature(torch.zeros(5, 3), 5) == signature(torch.zeros(6, 3), 6)
+    True
+    >>> signature(torch.zeros(5, 5), 5) == signature(torch.zeros(6, 6), 6)
+    False
+    """
+    shapes = [(tuple(-1 if size == batch_size else size for size in t.shape), t.dtype) for t in tensors(batch)]
+    ambiguous = any(shape.count(-1) > 1 for shape, _ in shapes)
+    return batch_size == 1, batch_size if ambiguous else None, tuple(shapes)
+
+
+def kind(batch: Any) -> object:
+    """What batches of other lengths have in common.
+
+    >>> import torch
+    >>> kind(torch.zeros(5, 3)) == kind(torch.zeros(6, 7))
+    True
+    """
+    return tuple((t.dim(), t.dtype) for t in tensors(batch))

@@ -7,6 +7,7 @@ outputs of the operations that use parameters. Every new structure is examined b
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -14,21 +15,29 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from diskdp.errors import GradientError
+from diskdp.errors import GradientError, UnusedParameterWarning
 from diskdp.gradients import batches
 from diskdp.gradients.buffers import HeldBuffers
+from diskdp.gradients.compiled import uncompiled
 from diskdp.gradients.ownership import Owner, probe_exponents
 from diskdp.gradients.pullback import Key, parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
 from diskdp.gradients.structure import Ownership, Structure, examine, refuse_modules
 from diskdp.gradients.terms import Direct, Outer, Term, combine, pairable
-from diskdp.gradients.trace import Source, Trace, Use
+from diskdp.gradients.trace import Rules, Source, Trace, Use
 
 LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
 Point: TypeAlias = "tuple[float, Mapping[str, Tensor] | None]"
 
 _FEW_TERMS = 4  # of one parameter: more are joined, which copies their rows
+
+
+# A structure whose like was examined on a whole batch, at other lengths, is examined on so few examples.
+_FEW = (4, 5, 7)
+# A parameter that no microbatch has used for so long is moved by noise alone, most likely by mistake.
+IDLE_CALLS = 100
+MAX_STRUCTURES = 1024  # remembered: about 30 kB each for a small transformer
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class Engine:
         self.loss_fn = loss_fn
         self._examined = {} if examined is None else examined
         self._accepted: set[object] = set()  # settings of the modules that were not refused
+        self._families: set[object] = set()  # examined structures, lengths left open
+        self._idle: dict[str, int] = {}  # for how many calls in a row a parameter has not been used
         self._used: set[str] = set()  # parameters that some examined structure uses
 
     @property
@@ -97,14 +108,16 @@ class Engine:
             self._accepted.add(settings)
         start = _Start(RandomState.capture(), HeldBuffers.of(self.model))
         found = []
-        for number, (_, values) in enumerate(points):
-            if number > 0:
-                start.random.restore()
-            try:
-                found.append(self._at(batch, parameters, values or {}, settings, start))
-            finally:
-                start.buffers.restore()
+        with uncompiled():
+            for number, (_, values) in enumerate(points):
+                if number > 0:
+                    start.random.restore()
+                try:
+                    found.append(self._at(batch, parameters, values or {}, settings, start))
+                finally:
+                    start.buffers.restore()
         terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
+        self._notice_idle(terms)
         zeros = {
             name: p.new_zeros((), dtype=torch.promote_types(p.dtype, torch.float32)).expand(p.shape)
             for name, p in parameters.items()
@@ -135,15 +148,25 @@ class Engine:
         batch_size = len(losses_B)
         if batch_size == 0:
             return _AtPoint({}, losses_B.detach(), {})
-        key = (batches.signature(batch, batch_size), tuple(trace.log), tuple(parameters), settings, rules.edition)
+        log = tuple(trace.log)
+        key = (batches.signature(batch, batch_size), log, tuple(parameters), settings, rules.edition)
         if key not in self._examined:
             if not bool(torch.isfinite(losses_B).any()):
                 return _AtPoint({}, losses_B.detach(), {})  # nobody contributes, and nothing can be learned from it
-            start.buffers.restore()
-            self._examined[key] = examine(
-                self.model, self.loss_fn, batch, parameters, values, start.random, rules, trace.log, self._used
+            family = (batch_size == 1, batches.kind(batch), *key[1:])
+            examples = batch
+            if family in self._families:
+                start.buffers.restore()
+                examples = self._few(batch, losses_B.detach(), parameters, values, start.random, rules, log)
+            start.restore()
+            found = examine(
+                self.model, self.loss_fn, examples, parameters, values, start.random, rules, log, self._used
             )
-            self._used.update(name for _, targets in trace.log for name in targets)
+            while len(self._examined) >= MAX_STRUCTURES:
+                del self._examined[next(iter(self._examined))]
+            self._examined[key] = found
+            self._families.add(family)
+            self._used.update(name for _, targets in log for name in targets)
             start.restore()
             return self._at(batch, parameters, values, settings, start)
         structure = self._examined[key]
@@ -180,6 +203,50 @@ class Engine:
                 return self._at(batch, parameters, values, settings, start, measure=True)
         shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
         return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
+
+    def _notice_idle(self, terms: Mapping[str, Sequence[Term]]) -> None:
+        if not any(terms.values()):  # an empty batch
+            return
+        self._idle = {name: 0 if own else self._idle.get(name, 0) + 1 for name, own in terms.items()}
+        idle = [name for name, calls in self._idle.items() if calls == IDLE_CALLS]
+        if idle:
+            warnings.warn(
+                f"{', '.join(idle[:4])}: not used by any of the last {IDLE_CALLS} microbatches, so noise alone moves "
+                "it; freeze it with requires_grad_(False), or undo what took it out of the forward pass (merged or "
+                "disabled adapters?)",
+                UnusedParameterWarning,
+                stacklevel=2,
+            )
+
+    def _few(
+        self,
+        batch: Any,
+        losses_B: Tensor,
+        parameters: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        random: RandomState,
+        rules: Rules,
+        log: tuple[object, ...],
+    ) -> Any:
+        """A few of the batch's examples if they take the same path, which costs less to examine; else all of them."""
+        batch_size = len(losses_B)
+        finite = torch.isfinite(losses_B).nonzero().flatten()
+        for count in _FEW:
+            if count >= batch_size or count > len(finite):
+                break
+            few = batches.select_examples(batch, batch_size, finite[:count])
+            if batches.signature(few, count) != batches.signature(batch, batch_size):
+                continue  # some other axis has this length
+            random.restore()
+            trace = Trace(parameters, values, batches.tensors(few), rules)
+            try:
+                same = len(trace.losses(self.loss_fn, self.model, few)) == count and tuple(trace.log) == log
+            except (GradientError, RuntimeError, IndexError, ValueError, TypeError):
+                break  # something of the batch's length that is not an example axis
+            if same:
+                return few
+            break
+        return batch
 
 
 def _check_values(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:

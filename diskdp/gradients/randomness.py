@@ -1,14 +1,22 @@
-"""The global random state that a model may draw from, so that every point sees the same dropout masks."""
+"""The global random state that a model may draw from, so that every point sees the same dropout masks.
+
+And how to do without masks, where a model is asked what it does with another number of examples.
+"""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from diskdp.gradients.trace import without_override
 
 
 @dataclass(frozen=True)
@@ -38,3 +46,33 @@ class RandomState:
             torch.cuda.set_rng_state_all(list(self.cuda))
         np.random.set_state(self.numpy)  # noqa: NPY002
         random.setstate(self.python)
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Dropout does nothing inside, although modules are in training mode.
+
+    >>> with WithoutDropout():
+    ...     F.dropout(torch.ones(3), 0.5)
+    tensor([1., 1., 1.])
+    """
+
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**kwargs}
+            if len(args) < 5:
+                kwargs["dropout_p"] = 0.0
+        if func is F.multi_head_attention_forward:  # which drops inside
+            with self:
+                return without_override(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_DROPOUT = frozenset(
+    {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
+    | {torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
+)

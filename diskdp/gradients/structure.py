@@ -28,7 +28,7 @@ from diskdp.gradients.ownership import Layout, Owner, explanations, live_rows, p
 from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.products import kernels_of_torch
 from diskdp.gradients.pullback import parameter_terms, source_terms
-from diskdp.gradients.randomness import RandomState
+from diskdp.gradients.randomness import RandomState, WithoutDropout
 from diskdp.gradients.trace import Rules, Trace, Use
 from diskdp.memory import out_of_memory
 
@@ -142,6 +142,12 @@ class Ownership:
                 found = [Layout(0)] if seen.grad.dim() else []
             else:
                 found = explanations(seen.grad, again, exponents_B)
+            if not found and seen.grad.dtype == torch.float16:
+                raise GradientError(
+                    f"{seen.use.describe()}: gradients in float16 underflow, so that it cannot be told which example "
+                    "they belong to; use bfloat16 or float32",
+                    seen.use.targets,
+                )
             if not found:
                 raise GradientError(
                     f"{seen.use.describe()}: the gradient at its output mixes examples, so no example's contribution "
@@ -192,7 +198,7 @@ def examine(
             batch = _replaced_where(probe.bad_B, batch)
             probe = _probe(run, batch, generator)
         run.compare(batch, probe, known)
-        _isolate(run, batch, len(losses_B), generator)
+        _isolate(run, batch, len(losses_B), generator, max(1e-2, TOLERANCE[probe.precision]))
         structure = Structure(dict(probe.settled))
         if not all(settled.trusted for settled in probe.settled.values()):
             structure.learn(_settled_with_one_less(run, batch, probe, generator))
@@ -257,11 +263,6 @@ class _Run:
         with _exchanged(self.parameters, self.values), torch.enable_grad(), _AsTraced():
             return batches.checked_losses(self.loss_fn(self.model, batch))
 
-    def draws_randomness(self, batch: Any) -> bool:
-        """Whether a forward pass moves torch's generator: another batch size would then see other masks."""
-        self.plain(batch)
-        return not torch.equal(torch.get_rng_state(), self.random.cpu)
-
     def traced(self, batch: Any) -> tuple[Trace, Tensor]:
         """The losses, and the trace that saw them computed."""
         self.reset()
@@ -311,16 +312,16 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
     trace, losses_B = run.traced(batch)
     uses = tuple(trace.log)
     _refuse_hidden(losses_B, run.parameters)
-    _refuse_strangers(losses_B, trace.anchor, batch, run.parameters)
+    _refuse_strangers(losses_B, [trace.anchor, *trace.opened, *batches.tensors(batch)], run.parameters)
     batch_size = len(losses_B)
     exponents_B = probe_exponents(batch_size, generator)
     ownership = Ownership.measure(trace, losses_B, exponents_B)
     weights_B = torch.randn(batch_size, generator=generator, dtype=torch.float64)
-    precision = losses_B.dtype
     collected = []
     for seen, owner in ownership.owned:
-        precision = min(precision, seen.grad.dtype, key=lambda dtype: torch.finfo(dtype).bits)
         collected += source_terms(seen.use, seen.saved, seen.grad, owner)
+    dtypes = {losses_B.dtype, *trace.dtypes, *(seen.grad.dtype for seen, _ in ownership.owned)}
+    precision = max(dtypes & TOLERANCE.keys(), key=lambda dtype: TOLERANCE[dtype])
     sums, bad_B = {}, torch.zeros(batch_size, dtype=torch.bool, device=losses_B.device)
     for name, terms in parameter_terms(collected).items():
         own = list(terms.values())
@@ -342,11 +343,17 @@ def _settled_with_one_less(run: _Run, batch: Any, probe: _Probe, generator: torc
         return {}
 
 
-def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator) -> None:
-    """Replace each half of the examples by the other; drop each half. Nobody else, and no buffer, may notice."""
+def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator, tolerance: float) -> None:
+    """Replace each half of the examples by the other; drop each half. Nobody else, and no buffer, may notice.
+
+    With another batch size, kernels round in other ways: ``tolerance`` is what that may make.
+    """
     if batch_size < 2:
         return
     before = run.plain(batch).detach()
+    with WithoutDropout():  # another batch size would see other masks
+        still = run.plain(batch).detach()
+    draws = not torch.equal(torch.get_rng_state(), run.random.cpu)  # other randomness, which cannot be stilled
     buffers = {name: b.clone() for name, b in run.model.named_buffers()}
     order = torch.randperm(batch_size, generator=generator)
     halves = order[: batch_size // 2], order[batch_size // 2 :]
@@ -379,16 +386,17 @@ def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator)
                 break
         else:
             raise _mixing("are replaced")
-        if not run.draws_randomness(batch):
+        if not draws:
             try:
-                alone = run.plain(batches.select_examples(batch, batch_size, kept)).detach()
+                with WithoutDropout():
+                    alone = run.plain(batches.select_examples(batch, batch_size, kept)).detach()
             except GradientError:
                 raise
             except (RuntimeError, IndexError, ValueError, TypeError) as error:
                 if out_of_memory(error):
                     raise
                 continue  # something of the batch's length that is not an example axis: this probe says nothing
-            if len(alone) == len(kept) and not _same(before[kept.to(before.device)], alone, 1e-2, before):
+            if len(alone) == len(kept) and not _same(still[kept.to(still.device)], alone, tolerance, still):
                 raise _mixing("are left out")
 
 
@@ -474,18 +482,19 @@ def _refuse_hidden(losses_B: Tensor, parameters: Mapping[str, Tensor]) -> None:
                 )
 
 
-def _refuse_strangers(losses_B: Tensor, anchor: Tensor, batch: Any, parameters: Mapping[str, Tensor]) -> None:
+def _refuse_strangers(losses_B: Tensor, allowed: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> None:
     """Trainable tensors other than the model's would receive gradients that are neither clipped nor noised."""
-    allowed = {id(anchor), *(id(t) for t in batches.tensors(batch))}
-    names = {id(p): name for name, p in parameters.items()}
+    known, names = {id(t) for t in allowed}, {id(p): name for name, p in parameters.items()}
     for node in _graph(losses_B):
         variable = getattr(node, "variable", None)
-        if variable is None or id(variable) in allowed:
+        if variable is None or id(variable) in known:
             continue
         if id(variable) in names:
             name = names[id(variable)]
             raise GradientError(
-                f"{name}: used in a way that is not seen; hand it to the operation as an argument", [name]
+                f"{name}: used in a way that is not seen (by scripted code, or from outside a function's arguments). "
+                "Write it with ordinary torch operations, and hand it to them as an argument",
+                [name],
             )
         raise GradientError(
             f"the loss depends on a trainable tensor of shape {tuple(variable.shape)} by a way that is not seen; "

@@ -138,6 +138,7 @@ class Call:
             raise self.refuse("a nested tensor has no rows to assign to examples; pass the padded tensor and mask")
         if any(output is t for t in flat_tensors(self.args, self.kwargs)):  # x.to(w) may be x itself
             output = output.clone()
+        self.trace.dtypes.add(output.dtype)
         if output._is_view():  # in-place operations on what follows must not reach through a view
             output = torch.ops.aten._unsafe_view.default(output, output.shape)
         names = tuple(dict.fromkeys(name for s in targets if s is not None for name in s.leaves))
@@ -192,6 +193,8 @@ class Trace(TorchFunctionMode):
         super().__init__()
         self.rules = rules
         self._picked: set[int] = set()  # lengths of the axes that the data picked from; 0 if it picked any places
+        self.dtypes: set[torch.dtype] = set()  # of whatever was computed on the way to the losses
+        self.opened: list[Tensor] = []  # tensors made trainable inside the loss: they end with it
         self._sink: Sink | None = None
         self.anchor = torch.zeros((), requires_grad=True)  # makes every tap reachable from the loss
         self.log: list[tuple[str, tuple[str, ...]]] = []  # operation and parameters of each use
@@ -246,6 +249,8 @@ class Trace(TorchFunctionMode):
         if not any(id(t) in sources for t in touched):
             if func in self.rules.guards:
                 self.rules.guards[func](Call(self, func, args, kwargs))
+            if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
+                self.opened += [t for t in touched if not t.requires_grad]
             if func in _BACKWARD:
                 if self._sink is None and kwargs.get("create_graph"):
                     raise GradientError(
@@ -257,6 +262,13 @@ class Trace(TorchFunctionMode):
                     return without_override(func)(*args, **kwargs)
             return self._run_on_data(func, touched, args, kwargs)
         call = Call(self, func, args, kwargs)
+        if func in _BACKWARD:
+            if self._sink is None:
+                raise call.refuse("differentiates inside the loss, which cannot be seen; take that gradient outside")
+            raise call.refuse(
+                "a checkpointed segment returns a tensor computed from parameters alone, whose gradient comes back "
+                "summed over the examples; checkpoint with use_reentrant=False"
+            )
         if func in self.rules.guards:
             self.rules.guards[func](call)
         if name == "__get__":
@@ -283,7 +295,12 @@ class Trace(TorchFunctionMode):
     def _run_on_data(self, func: Any, touched: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         result = self.rules.faster.get(func, func)(*args, **kwargs)
         outputs = [result] if isinstance(result, Tensor) else list(flat_tensors((result,), {}))
-        unmarked = [t for t in outputs if not t.requires_grad]
+        unmarked = []
+        for tensor in outputs:
+            if tensor.requires_grad:
+                self.dtypes.add(tensor.dtype)
+            else:
+                unmarked.append(tensor)
         if result is None and touched:  # in-place assignment: data may have flowed into its first argument
             unmarked = [touched[0]]
         if unmarked and any(self.is_data(t) for t in touched):
@@ -292,10 +309,13 @@ class Trace(TorchFunctionMode):
         return result
 
     def _is_lookup(self, func: Any, args: tuple[Any, ...], sources: Mapping[int, Source]) -> bool:
-        """Constant row numbers with the batch's length in front, such as zeros_like(ids): looked up like data."""
+        """Constant row numbers, the same for every example, such as token types: looked up like data."""
         if func is not torch.nn.functional.embedding or len(args) < 2 or id(args[0]) in sources:
             return False
-        return args[0].dim() > 1 and args[0].shape[0] > 1 and args[0].shape[0] in self._lengths
+        ids = args[0]
+        if ids.dim() < 2 or ids.shape[0] < 2 or ids.shape[0] not in self._lengths:
+            return False
+        return bool((ids[:1] == ids).all())  # else a table of positions that is as long as the batch
 
     def _derive(self, call: Call) -> Any:
         """Run an operation on parameters and constants alone; what it returns is a source again."""
@@ -308,12 +328,15 @@ class Trace(TorchFunctionMode):
             source = call.source(value)
             return value if source is None else source.node
 
-        result = func(*replaced(args, node), **replaced(kwargs, node))
+        # what a checkpointed segment computes from parameters is kept: the pull-back comes after its recomputation
+        with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+            result = func(*replaced(args, node), **replaced(kwargs, node))
         outputs = list(flat_tensors((result,), {}))
         if call.in_place and isinstance(args[0], Tensor):
             outputs.append(args[0])  # a constant that parameters were written into
         for output in outputs:
             if output.requires_grad:
+                self.dtypes.add(output.dtype)
                 self.sources[id(output)] = _derived(call, output, inputs)
                 self._alive.append(output)
         return result
@@ -339,9 +362,10 @@ class Trace(TorchFunctionMode):
         elif name in _UNEVEN:
             if (self.is_data(target) or numbers) and (name != "where" or len(args) + len(kwargs) == 1):
                 self._picked.add(0)
-        elif name == "__getitem__":
-            if self.is_data(target):
-                self._picked.update(self._indexed(target, args[1]))
+        elif name == "__getitem__":  # numbers looked up in a constant table stay in their places, a mask leaves gaps
+            self._picked.update(
+                length for length in self._indexed(target, args[1]) if length == 0 or self.is_data(target)
+            )
         elif numbers and name in _WRITING:
             self._picked.add(0)
         elif numbers and self.is_data(target):
@@ -368,6 +392,10 @@ class Trace(TorchFunctionMode):
         key, seen = id(tensor), self._data
         if key not in seen:
             seen[key] = weakref.ref(tensor, lambda _: seen.pop(key, None))
+
+
+def _identity(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _derived(call: Call, output: Tensor, inputs: list[Source]) -> Source:
@@ -477,6 +505,7 @@ def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _READING = frozenset({"__getitem__", "index_select", "gather", "take_along_dim"})
 _UNEVEN = frozenset(
