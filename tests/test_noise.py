@@ -311,6 +311,25 @@ def test_results_are_new_detached_and_of_their_own_storage():
         assert len({z.untyped_storage().data_ptr() for z in noised.values()}) == 3
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_in_place_is_the_same_noise(threads):
+    torch.set_num_threads(threads)
+    noise = GaussianNoise(Secret.from_seed(1))
+    shapes = {"small": (7,), "none": (0,), "scalar": (), "matrix": (300, 1001), "large": (5_000_001,)}
+    sums = {name: torch.randn(shape) for name, shape in shapes.items()}
+    sums |= {"double": torch.randn(33, dtype=torch.float64), "transposed": torch.randn(20, 30).t()}
+    expected = {name: z + sums[name] for name, z in noise.begin(sums, 0.7, step=3).result().items()}
+    places = {name: total.data_ptr() for name, total in sums.items()}
+    noise.add_to(sums, 0.7, step=3)
+    assert all(torch.equal(sums[name], expected[name]) for name in sums)
+    assert places == {name: total.data_ptr() for name, total in sums.items()}
+
+
+def test_in_place_needs_full_precision():
+    with pytest.raises(NoiseError, match="float32"):
+        GaussianNoise(Secret.from_seed(1)).add_to({"w": torch.zeros(3, dtype=torch.bfloat16)}, 1.0, 0)
+
+
 def test_zero_deviation_adds_nothing():
     sums = {"a": torch.randn(10), "b": torch.randn(3).bfloat16(), "c": torch.randn(3).double()}
     noised = GaussianNoise(Secret.from_os()).add(sums, 0.0, 0)

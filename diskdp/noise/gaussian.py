@@ -59,16 +59,28 @@ class GaussianNoise:
         self._background: ThreadPoolExecutor | None = None
 
     def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
-        """New tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others.
+        """New tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others."""
+        noised = {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
+        self.add_to(noised, std, step)
+        return noised
+
+    def add_to(self, sums: Mapping[str, Tensor], std: float, step: int) -> None:
+        """Add `std * z` to float32 and float64 tensors in their own memory, a block at a time.
 
         The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on other devices too.
         """
         if not 0 <= std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
+        if any(total.dtype != _result_dtype(total) for total in sums.values()):
+            raise NoiseError("noise is added in place to float32 and float64 sums alone; use add() for others")
         if std == 0:
-            return {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
-        noise = self.begin(sums, std, step).result()
-        return {name: noise[name].to(total.device).add_(total.detach()) for name, total in sums.items()}
+            return
+        here = {name: t for name, t in sums.items() if t.device.type == "cpu" and t.is_contiguous()}
+        self._write({name: t.detach() for name, t in here.items()}, std, step, adding=True)
+        elsewhere = {name: t for name, t in sums.items() if name not in here}
+        if elsewhere:
+            for name, noise in self.begin(elsewhere, std, step).result().items():
+                elsewhere[name].detach().add_(noise.to(elsewhere[name].device))
 
     def begin(self, like: Mapping[str, Tensor], std: float, step: int) -> Future[dict[str, Tensor]]:
         """Start making `std * z` for tensors of these names and shapes, on the CPU, beside whatever else goes on.
@@ -85,19 +97,20 @@ class GaussianNoise:
             self._background = ThreadPoolExecutor(1, "diskdp-noise")
         # allocated here: torch's profiler, which counts memory, does not see other threads
         drawn = {name: torch.empty(t.shape, dtype=_result_dtype(t)) for name, t in like.items()}
-        return self._background.submit(self._fill, drawn, std, step)
+        return self._background.submit(self._write, drawn, std, step, False)
 
-    def _fill(self, drawn: dict[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
+    def _write(self, tensors: dict[str, Tensor], std: float, step: int, adding: bool) -> dict[str, Tensor]:
+        """Fill the tensors with noise, or add it to what they hold."""
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
-        for name, tensor in drawn.items():
+        for name, tensor in tensors.items():
             result = tensor.numpy().reshape(-1)
             pieces[result.dtype] += _cut(name, result)
         key = self._secret.derive("noise", step)
         for kind, cut in pieces.items():
-            self._run(kind, _batches(cut), key, std)
-        return drawn
+            self._run(kind, _batches(cut), key, std, adding)
+        return tensors
 
-    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float) -> None:
+    def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float, adding: bool) -> None:
         pairs = sum(piece.pairs for batch in batches for piece in batch)
         workers = max(1, min(torch.get_num_threads(), _MOST_THREADS, pairs // _PAIRS_PER_THREAD))
         for worker in range(workers):
@@ -105,7 +118,7 @@ class GaussianNoise:
                 self._workspaces[kind, worker] = _Workspace(kind)
 
         def work(worker: int) -> None:
-            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std)
+            self._workspaces[kind, worker].run(batches[worker::workers], Keystream(key), std, adding)
 
         if workers == 1:
             work(0)
@@ -132,7 +145,7 @@ class _Workspace:
         self._angle_words = np.frombuffer(self._angle_bytes, f"<i{kind.itemsize}", BLOCK_PAIRS)
         self._radius, self._angle, self._first, self._second = (np.empty(BLOCK_PAIRS, kind) for _ in range(4))
 
-    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float) -> None:
+    def run(self, batches: list[list[_Piece]], keystream: Keystream, std: float, adding: bool) -> None:
         radius_bytes, angle_bytes = memoryview(self._word_bytes), memoryview(self._angle_bytes)
         angle_size = self._angle_words.itemsize
         for batch in batches:
@@ -142,7 +155,7 @@ class _Workspace:
                 keystream.fill(radius_bytes[8 * end :], 8 * piece.pairs)
                 keystream.fill(angle_bytes[angle_size * end :], angle_size * piece.pairs)
                 end += piece.pairs
-            alone = len(batch) == 1  # a large tensor's noise is written where it belongs at once
+            alone = len(batch) == 1 and not adding  # a large tensor's noise is written where it belongs at once
             first = batch[0].result[:end] if alone else self._first[:end]
             second = batch[0].result[end:] if alone else self._second[:end]
             words, angles = self._radius_words[:end], self._angle_words[:end]
@@ -151,8 +164,10 @@ class _Workspace:
                 start = 0
                 for piece in batch:
                     rest = piece.result.size - piece.pairs
-                    piece.result[: piece.pairs] = first[start : start + piece.pairs]
-                    piece.result[piece.pairs :] = second[start : start + rest]
+                    halves = piece.result[: piece.pairs], piece.result[piece.pairs :]
+                    noise = first[start : start + piece.pairs], second[start : start + rest]
+                    for half, values in zip(halves, noise):
+                        np.add(half, values, out=half) if adding else np.copyto(half, values)
                     start += piece.pairs
 
 
