@@ -14,8 +14,6 @@ from diskdp.errors import GradientError
 from diskdp.gradients import clipped_gradient
 from tests import oracle
 
-torch.set_num_threads(1)
-
 
 class Checkpointed(nn.Module):
     """A segment whose weight is computed from parameters inside it."""

@@ -11,8 +11,6 @@ from diskdp.gradients import RandomState, clipped_gradient
 from tests import oracle
 from tests.models import CASES, Case
 
-torch.set_num_threads(1)
-
 POINTS = {
     "one": (1.0, 0.0),
     "disk": (0.6, 0.4),

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from diskdp import DiSK, Plan, clipped_gradient, privatize
 from diskdp.errors import NotPrivateWarning
 
-torch.set_num_threads(1)
-
 BACKENDS = ["eager", "aot_eager", "inductor"]
 Loss = Callable[[Any, tuple[Tensor, Tensor]], Tensor]
 

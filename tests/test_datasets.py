@@ -54,11 +54,6 @@ kind = "ignored"
 HEADER = "id,age,gain,city,code,y\n"
 
 
-@pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
-
-
 @pytest.fixture
 def schema() -> Schema:
     return Schema.parse(TOML, origin="people.toml")

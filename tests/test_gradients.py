@@ -22,8 +22,6 @@ from diskdp.gradients.terms import Conv, ConvShape, Direct, Outer, Term, combine
 from tests import oracle
 from tests.models import CASES, classify
 
-torch.set_num_threads(1)
-
 
 @given(
     batch=st.integers(2, 9),

@@ -23,8 +23,6 @@ from diskdp.ledger import Ledger
 from tests import oracle
 from tests.models import Lambda, classify, parameter
 
-torch.set_num_threads(1)
-
 
 def error(model: nn.Module, batch: tuple[Tensor, ...], loss: Any, max_norm: float = 1.0) -> float:
     exact = oracle.clipped(oracle.per_example(copy.deepcopy(model).double(), _double(batch), loss), "flat", max_norm)

@@ -25,8 +25,6 @@ peft = pytest.importorskip("peft")
 
 from tests import hugging_face as models  # noqa: E402
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("name", models.CASES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

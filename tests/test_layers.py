@@ -20,8 +20,6 @@ from diskdp.errors import GradientError
 from tests.models import B, D, K, Lambda, T, V, classify, conv, images, parameter, sequences, square, tokens, vectors
 from tests.test_recurrent import error
 
-torch.set_num_threads(1)
-
 
 def doubled(batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return tuple(t.double() if t.is_floating_point() else t for t in batch)

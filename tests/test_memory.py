@@ -28,7 +28,6 @@ from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
 from tests import oracle
 from tests.models import classify
 
-torch.set_num_threads(1)
 CPU = torch.device("cpu")
 N, STEPS = 60, 6
 

@@ -23,14 +23,6 @@ FALSE_ALARM = 1e-6
 Z_BOUND = 6.0
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def draw(size: int, dtype: torch.dtype = torch.float32, *, name: str = "w", step: int = 0) -> np.ndarray:
     noise = GaussianNoise(Secret.from_os())
     return noise.add({name: torch.zeros(size, dtype=dtype)}, 1.0, step)[name].numpy()

@@ -17,8 +17,6 @@ from diskdp.gradients import Engine, RandomState
 from tests import oracle
 from tests.models import CASES, D, K, classify
 
-torch.set_num_threads(1)
-
 
 def test_the_tolerance_follows_what_was_computed_on_the_way() -> None:
     """A float64 model with a float32 section agrees with autograd to float32 only: no false alarm."""

@@ -23,8 +23,6 @@ from diskdp.private import PrivateTraining
 from tests import oracle
 from tests.models import classify
 
-torch.set_num_threads(1)
-
 N, STEPS = 60, 20
 
 

@@ -18,8 +18,6 @@ from diskdp.gradients.clipped import relative_slack
 from diskdp.gradients.structure import Structure, examine
 from tests import oracle
 
-torch.set_num_threads(1)
-
 
 @pytest.mark.parametrize("numbers", [1, 1000, 5000, 1_000_003])
 def test_squares_of_long_vectors_are_not_low(numbers: int) -> None:

@@ -20,8 +20,6 @@ from diskdp.gradients import Engine
 from tests import oracle
 from tests.models import B, D, K, Lambda, T, V, classify, next_token, parameter, sequences, square, tokens
 
-torch.set_num_threads(1)
-
 KINDS: dict[str, Any] = {
     "lstm": nn.LSTM,
     "gru": nn.GRU,

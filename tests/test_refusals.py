@@ -14,8 +14,6 @@ from diskdp.errors import GradientError
 from diskdp.gradients import clipped_gradient, explain
 from tests.models import B, D, K, Lambda, T, classify, parameter, square, vectors
 
-torch.set_num_threads(1)
-
 
 class Double(torch.autograd.Function):
     """A custom Function that hides a parameter from torch function modes."""

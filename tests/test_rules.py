@@ -21,7 +21,6 @@ from diskdp.gradients.rules.user import UserRule
 from tests import oracle
 from tests.models import B, D, K, Lambda, classify, parameter, sequences, square, vectors
 
-torch.set_num_threads(1)
 PAGE = Path(__file__).parent.parent / "docs" / "rules.md"
 
 

@@ -14,8 +14,6 @@ from diskdp import wrap_optimizer
 from diskdp.errors import CheckpointError, FilterError
 from tests import oracle
 
-torch.set_num_threads(1)
-
 
 class Problem:
     """A quadratic with a closure that counts its calls and where they were made."""

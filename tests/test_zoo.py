@@ -46,8 +46,7 @@ case = pytest.mark.parametrize(("name", "shape", "options"), CASES)
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _seed() -> None:
     torch.manual_seed(0)
 
 
