@@ -79,7 +79,7 @@ def test_methods_for_matrices_agree(batch: int, parts: list[tuple[int, bool]], r
         for length, hot in parts
     ]
     exact = torch.stack([t.per_example() for t in terms]).sum(0)
-    for method in planner._methods(terms):
+    for method in planner.methods(terms):
         norms = planner.squared_norms(terms, method)
         assert torch.allclose(norms.squares_B, exact.square().sum((1, 2)))
         weights = torch.rand(batch).double()
@@ -116,7 +116,7 @@ def test_methods_for_convolutions_agree(
         for i in range(batch):
             own = slice(i * copies, (i + 1) * copies)
             exact[i] += scale * torch.autograd.grad((output[own] * r[own]).sum(), weight, retain_graph=True)[0]
-    for method in planner._methods(terms):
+    for method in planner.methods(terms):
         norms = planner.squared_norms(terms, method)
         assert torch.allclose(norms.squares_B, exact.flatten(1).square().sum(1))
         weights = torch.rand(batch).double()
@@ -127,10 +127,10 @@ def test_methods_for_convolutions_agree(
 def test_chunks_give_the_same_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = Conv(torch.randn(7, 2, 5).double(), torch.randn(7, 3, 5).double(), 7, ConvShape((3,), (1,), (1,), (1,), 1))
     for terms in ([outer(7, 3, 4, 5)], [outer(7, 30, 4, 5)], [conv, replace(conv, scale=-0.5)]):
-        whole = [planner.squared_norms(terms, m) for m in planner._methods(terms)]
+        whole = [planner.squared_norms(terms, m) for m in planner.methods(terms)]
         with monkeypatch.context() as patched:
             patched.setattr(planner, "MAX_ELEMENTS", 30)
-            for method, norms in zip(planner._methods(terms), whole):
+            for method, norms in zip(planner.methods(terms), whole):
                 chunked = planner.squared_norms(terms, method)
                 assert torch.allclose(chunked.squares_B, norms.squares_B)
                 assert (chunked.gradients is None) == (norms.gradients is None) == (not method.keeps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,10 +11,14 @@ from torch import Tensor, nn
 
 from diskdp.clipping import Clipper
 from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
-from diskdp.gradients.planner import Norms, choose, squared_norms, weighted_sum
+from diskdp.gradients.planner import Method, Norms, squared_norms, weighted_sum
+from diskdp.gradients.planner import choose as cheapest
 from diskdp.gradients.products import full_precision
 from diskdp.gradients.structure import Structure
 from diskdp.gradients.terms import Term
+
+Choice: TypeAlias = "Callable[[Sequence[Term]], Method]"
+"""How norms are taken: by estimated cost (`planner.choose`) or by timing (`Tuner.choose`)."""
 
 # The factor is taken for a norm this much larger than computed, in units of rounding error and of Σ|a_k|, so that what
 # is actually summed is no longer than C. Without it the largest excess seen was 1.1 such units.
@@ -70,12 +74,12 @@ def relative_slack(dtype: torch.dtype, points: Sequence[Point]) -> float:
 
 
 @torch.no_grad()
-def clip(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper) -> Clipped:
+def clip(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper, choose: Choice = cheapest) -> Clipped:
     """One pass a point, norms and factors; what is left to do is one weighted product a term."""
     points = [(a, values) for a, values in points if a != 0]
     gradients = engine.gradients(batch, points)
     with full_precision():
-        return _clip(gradients, clipper, points)
+        return _clip(gradients, clipper, points, choose)
 
 
 def clipped_gradient(
@@ -114,7 +118,7 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
         return Engine(model, loss_fn)
 
 
-def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Clipped:
+def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point], choose: Choice) -> Clipped:
     terms = gradients.terms
     groups = clipper.groups(list(terms))
     norms = {}
@@ -130,7 +134,7 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point]) -> Cl
     if bool(again_B.any()):
         index = again_B.nonzero().flatten()
         again = {name: [t.take(index).double() for t in terms[name]] for name in norms}
-        exact = {name: squared_norms(ts, choose(ts)) for name, ts in again.items()}
+        exact = {name: squared_norms(ts, cheapest(ts)) for name, ts in again.items()}
         squares_GB[:, again_B], _ = _by_group(exact, groups, finite_B[index])
     bad_B = ~(torch.isfinite(squares_GB).all(0) & finite_B)
     if bool(bad_B.any()):

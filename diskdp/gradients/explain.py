@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from diskdp.errors import GradientError
 from diskdp.gradients.engine import Engine, LossFunction
-from diskdp.gradients.planner import choose, squared_norms, weighted_sum
-from diskdp.gradients.products import full_precision
+from diskdp.gradients.planner import choose
 from diskdp.gradients.randomness import RandomState
-from diskdp.gradients.terms import Term
+from diskdp.gradients.tuning import milliseconds
 
 _REPEATS = 5
 
@@ -103,30 +99,8 @@ def explain(model: nn.Module, batch: Any, loss_fn: LossFunction, *, measure: boo
         if terms:
             method = choose(terms)
             rule = gradients.operations.get(name, "")
-            measured = _milliseconds(terms, gradients.losses_B) if measure else None
+            measured = milliseconds(terms, method, _REPEATS) if measure else None
             rows.append(ParameterRow(name, tuple(p.shape), rule, method.name, method.cost / 1e6, None, measured))
         else:
             rows.append(ParameterRow(name, tuple(p.shape), "", "zero", 0.0, None, 0.0 if measure else None))
     return Explanation(tuple(rows))
-
-
-@torch.no_grad()
-def _milliseconds(terms: Sequence[Term], losses_B: Tensor) -> float:
-    """Wall time of one parameter's norms and weighted sum, the least of a few repeats."""
-    weights_B = torch.ones_like(losses_B, dtype=torch.float64)
-    best = float("inf")
-    with full_precision():
-        for _ in range(_REPEATS):
-            _wait_for(losses_B)
-            start = time.perf_counter()
-            norms = squared_norms(terms, choose(terms))
-            weighted_sum(terms if norms.gradients is None else [norms.gradients], weights_B)
-            _wait_for(losses_B)
-            best = min(best, time.perf_counter() - start)
-    return 1e3 * best
-
-
-def _wait_for(tensor: Tensor) -> None:
-    """Until the work that was sent to an accelerator is done."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

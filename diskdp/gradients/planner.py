@@ -59,7 +59,7 @@ def choose(terms: Sequence[Term]) -> Method:
     >>> choose([Outer(rows(500, 10), rows(500, 10), 10)]).name
     'per-example'
     """
-    return min(_methods(terms), key=lambda method: method.cost)
+    return min(methods(terms), key=lambda method: method.cost)
 
 
 def squared_norms(terms: Sequence[Term], method: Method) -> Norms:
@@ -70,7 +70,7 @@ def squared_norms(terms: Sequence[Term], method: Method) -> Norms:
         return Norms(squares, squares, first.dtype, None)
     kept = torch.zeros(0)
     if method.keeps:
-        kept = torch.zeros(first.batch, *first.gradient_shape, dtype=first.dtype, device=_device(first))
+        kept = torch.zeros(first.batch, *first.gradient_shape, dtype=first.dtype, device=first.device)
     step = max(1, int(MAX_ELEMENTS // max(1.0, method.memory)))
     parts = []
     for start in range(0, first.batch, step):
@@ -104,7 +104,8 @@ _PASS = 10.0  # what a pass over a number costs, in multiply-adds
 _IN_CACHE = 2**22  # numbers: per-example gradients beyond this are written to memory and read again
 
 
-def _methods(terms: Sequence[Term]) -> list[Method]:
+def methods(terms: Sequence[Term]) -> list[Method]:
+    """All ways to these terms' norms and sum, with what each is estimated to cost."""
     outers = [t for t in terms if isinstance(t, Outer)]
     convs = [t for t in terms if isinstance(t, Conv)]
     size = float(math.prod(terms[0].gradient_shape))
@@ -158,10 +159,6 @@ def _by_gradients(name: str, made: float, summed: float, size: float, held: floa
     return Method(name, made + _PASS * size + summed, memory)
 
 
-def _device(term: Term) -> torch.device:
-    return (term.grads if isinstance(term, Direct) else term.right if isinstance(term, Outer) else term.output).device
-
-
 def _gram(factors: Sequence[Factors]) -> tuple[Tensor, Tensor]:
     """Squares and scatters from products of all pairs of rows, the gradients never made."""
     squares, scatters = [], []
@@ -195,7 +192,7 @@ def _from_gradients(terms: Sequence[Term], grouped: bool, onto: Tensor | None) -
     """From the per-example gradients, written to ``onto`` if given: what is summed later are these very numbers."""
     first = terms[0]
     if onto is None:
-        onto = torch.zeros(first.batch, *first.gradient_shape, dtype=first.dtype, device=_device(first))
+        onto = torch.zeros(first.batch, *first.gradient_shape, dtype=first.dtype, device=first.device)
     for term in terms:
         if grouped:
             onto += term.per_example()

@@ -38,6 +38,10 @@ class Direct:
         return self.grads.dtype
 
     @property
+    def device(self) -> torch.device:
+        return self.grads.device
+
+    @property
     def numbers(self) -> int:
         """Held in memory for the term."""
         return self.grads.numel()
@@ -86,6 +90,10 @@ class Outer:
     @property
     def dtype(self) -> torch.dtype:
         return self.right.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.right.device
 
     @property
     def one_hot(self) -> bool:
@@ -185,6 +193,10 @@ class Conv:
     @property
     def dtype(self) -> torch.dtype:
         return self.output.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.output.device
 
     @property
     def numbers(self) -> int:
