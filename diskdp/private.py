@@ -10,7 +10,6 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +30,18 @@ from diskdp.errors import (
     SamplingError,
 )
 from diskdp.filters import DiSK, Filter
-from diskdp.gradients import Clipped, Engine, LossFunction, Point, RandomState, advance_buffers, clip, refuse_modules
+from diskdp.gradients import (
+    Clipped,
+    Engine,
+    LossFunction,
+    Point,
+    RandomState,
+    Tuner,
+    advance_buffers,
+    choose,
+    clip,
+    refuse_modules,
+)
 from diskdp.ledger import Ledger
 from diskdp.memory import (
     FRACTIONS,
@@ -77,6 +87,7 @@ class PrivateTraining:
         filter: Filter,
         microbatch_size: int | Literal["auto"] | None,
         memory_budget: int | str | None,
+        autotune: bool,
         seed: int | None,
         ledger_path: Path | None,
     ) -> None:
@@ -95,6 +106,7 @@ class PrivateTraining:
         self._automatic = microbatch_size == "auto"
         self._memory_budget = None if memory_budget is None else parse_memory(memory_budget)
         self.clipper = Clipper(plan.clipping, plan.max_grad_norm)
+        self._choose = Tuner().choose if autotune else choose
         self._engine = Engine(model, loss_fn)
         self._parameters = self._engine.parameters()
         self._forms = _forms(self._parameters)
@@ -193,25 +205,16 @@ class PrivateTraining:
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
-        noise = self._noise_begun()
         seen = _Seen()
-        mean: dict[str, Tensor] | None = None
-        last: tuple[float, Clipped] | None = None
-        if self._automatic:
-            mean = self._summed_as_memory_allows(batch, seen)
-        else:
-            remaining = len(batch.sizes) * len(self._passes())
-            for examples, microbatch in zip(batch.sizes, batch.microbatches()):
-                for weight, clipped in self._clipped(microbatch, examples, seen):
-                    remaining -= 1
-                    if remaining > 0:
-                        mean = clipped.summed(mean, weight)
-                    else:
-                        last = weight, clipped
         step = self._step
+        parts = len(batch.sizes) * len(self._passes())
+        if parts == 1 and not self._automatic:
+            noised = self._summed_onto_noise(batch, seen)
+        else:
+            noised = self._summed_then_noised(batch, seen)
         try:
             self._ledger.record(step, limit=self.plan.steps)  # before anything noised exists
-            self._update(self._noised(mean, last, noise))
+            self._update(noised())
             self._step += 1
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
@@ -328,12 +331,15 @@ class PrivateTraining:
                 f"{self.plan.delta:g}); one more would pass the plan. Training ends here"
             )
 
-    def _noise_begun(self) -> Future[dict[str, Tensor]] | None:
-        """The step's noise on the mean, σSz/B, which is made while the gradients are computed."""
+    @property
+    def _noise_std(self) -> float:
+        """σS/B, of the noise on the mean."""
         if self.plan.noise_multiplier == 0:
-            return None
-        std = self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
-        return self._noise.begin(self._parameters, std, self._step)
+            return 0.0  # also where nothing is clipped and S is infinite
+        return self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
+
+    def _in_order(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        return [tensors[name] for name in self._parameters]
 
     def _passes(self, moved: bool = False) -> list[tuple[float, list[Point]]]:
         """What is clipped by itself in this step, and its weight: all points at once, or each for separate clipping.
@@ -358,33 +364,63 @@ class PrivateTraining:
         for number, (weight, points) in enumerate(passes):
             if random is not None:
                 random.restore()
-            clipped = clip(self._engine, microbatch, points, self.clipper)
+            clipped = clip(self._engine, microbatch, points, self.clipper, self._choose)
             _one_loss_an_example(clipped.losses_B, examples)
             if number == 0:
                 seen.add(clipped)
             yield weight / self.plan.batch_size, clipped
 
-    def _summed_as_memory_allows(self, batch: LogicalBatch, seen: _Seen) -> dict[str, Tensor] | None:
-        """The mean over the batch; where memory runs out, in smaller microbatches from here on."""
+    def _summed_onto_noise(self, batch: LogicalBatch, seen: _Seen) -> Callable[[], list[Tensor]]:
+        """Clipped gradients of a batch in one part; what is returned sums them, in the memory of the noise.
+
+        The noise does not depend on them and is made beside them.
+        """
+        noise = self._noise.begin(self._parameters, self._noise_std, self._step) if self._noise_std else None
+        [(examples, microbatch)] = zip(batch.sizes, batch.microbatches())
+        [(weight, clipped)] = self._clipped(microbatch, examples, seen)
+
+        def noised() -> list[Tensor]:
+            drawn = None if noise is None else noise.result()
+            onto = drawn and {name: z.to(self._parameters[name].device) for name, z in drawn.items()}
+            return self._in_order(clipped.summed(onto, weight))
+
+        return noised
+
+    def _summed_then_noised(self, batch: LogicalBatch, seen: _Seen) -> Callable[[], list[Tensor]]:
+        """The mean over a batch in several parts or none; what is returned adds the noise, in the mean's own memory."""
         sums = _Sums(self._clipped, seen)
+        if self._automatic:
+            self._add_as_memory_allows(batch, sums)
+        else:
+            for examples, microbatch in zip(batch.sizes, batch.microbatches()):
+                sums.add(microbatch, examples)
+        mean = sums.mean
+        if mean is None:
+            mean = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
+
+        def noised() -> list[Tensor]:
+            self._noise.add_to(mean, self._noise_std, self._step)
+            return self._in_order(mean)
+
+        return noised
+
+    def _add_as_memory_allows(self, batch: LogicalBatch, sums: _Sums) -> None:
+        """Every member once; where memory runs out, in smaller microbatches from here on."""
         size = self.microbatch_size or max(1, batch.size)
         fitting = add_all(batch, sums, size, self._device())
         if fitting < size:
             self.microbatch_size = fitting
             if self._loader is not None:
                 self._loader.microbatch_size = fitting
-        return sums.mean
 
     def _fitted(self, loader: PrivateLoader) -> Fit:
         """How many of the loader's examples fit into the budget at once, measured on the first ones."""
         device = self._device()
         numbers = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
-        held = sum(t.nbytes for t in numbers.values())  # the mean, and on the CPU the noise beside it
-        fixed = held * (2 if device.type == "cpu" and self.plan.noise_multiplier else 1)
+        held = sum(t.nbytes for t in numbers.values())  # the mean, to which the noise is added in place
         budget = self._memory_budget
-        if (
-            budget is None
-        ):  # what the filter, the look-ahead point and an optimizer such as Adam are yet to take stays free
+        if budget is None:
+            # what the filter, the look-ahead point and an optimizer such as Adam are yet to take stays free
             budget = int(FRACTIONS.get(device.type, 0.5) * max(0, available_memory(device) - 4 * held))
         expected, rate = self.plan.dataset_size * self.plan.sample_rate, self.plan.sample_rate
         largest = math.ceil(expected + 6 * math.sqrt(expected * (1 - rate)))  # P(a larger batch) < 1e-8
@@ -402,7 +438,7 @@ class PrivateTraining:
                 peak = peak_memory(lambda: work(size), device)
                 if self._engine.structures > known:  # examined for the first time, which takes more
                     peak = peak_memory(lambda: work(size), device)
-                return fixed + peak
+                return held + peak
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):
                     raise
@@ -418,31 +454,12 @@ class PrivateTraining:
         if fit is None:
             raise MemoryLimitError(
                 f"one example alone takes more than the memory budget of {shown_memory(budget)}, the sums over all "
-                f"parameters included ({shown_memory(fixed)}); give a larger memory_budget, or make the model smaller"
+                f"parameters included ({shown_memory(held)}); give a larger memory_budget, or make the model smaller"
             )
         return fit
 
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
-
-    def _noised(
-        self,
-        mean: dict[str, Tensor] | None,
-        last: tuple[float, Clipped] | None,
-        noise: Future[dict[str, Tensor]] | None,
-    ) -> list[Tensor]:
-        """The mean with its noise. What is summed last is summed onto the noise, without a pass of its own."""
-        total = mean
-        if noise is not None:
-            total = {name: z.to(self._parameters[name].device) for name, z in noise.result().items()}
-            if mean is not None:
-                torch._foreach_add_([total[name] for name in mean], list(mean.values()))
-        if last is not None:
-            weight, clipped = last
-            total = clipped.summed(total, weight)
-        if total is None:
-            return [torch.zeros_like(p, dtype=_sum_dtype(p)) for p in self._parameters.values()]
-        return [total[name] for name in self._parameters]
 
     def _update(self, gradients: list[Tensor]) -> None:
         """Filter the privatised gradients, let the optimizer step along them, look ahead along the step it took."""
@@ -485,6 +502,7 @@ class _Privatize:
         filter: Filter = DiSK(),  # noqa: B008  (a frozen value)
         microbatch_size: int | Literal["auto"] | None = None,
         memory_budget: int | str | None = None,
+        autotune: bool = False,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
     ) -> PrivateTraining:
@@ -493,7 +511,9 @@ class _Privatize:
         ``loss_fn(model, batch)`` returns one loss an example, shape [B]. ``microbatch_size`` bounds how many examples
         are worked on at once and changes nothing else; "auto" finds the most that fit into ``memory_budget`` (bytes or
         a text such as "4 GiB": what a step may take beyond the weights and states; a part of what is free, unless
-        given), and goes on with fewer where memory runs out. ``seed`` makes the run reproducible, and not private.
+        given), and goes on with fewer where memory runs out. ``autotune`` chooses the method for each layer's norms by
+        timing instead of by estimate, which costs a moment once and may round differently. ``seed`` makes the run
+        reproducible, and not private.
         ``ledger_path`` names a file in which every step is recorded before it is released.
 
         >>> model = nn.Linear(2, 1)
@@ -507,7 +527,9 @@ class _Privatize:
         [0, 1, 2, 3, 4]
         """
         path = None if ledger_path is None else Path(ledger_path)
-        return PrivateTraining(model, optimizer, plan, loss_fn, filter, microbatch_size, memory_budget, seed, path)
+        return PrivateTraining(
+            model, optimizer, plan, loss_fn, filter, microbatch_size, memory_budget, autotune, seed, path
+        )
 
     def resume(
         self,
@@ -520,6 +542,7 @@ class _Privatize:
         filter: Filter = DiSK(),  # noqa: B008
         microbatch_size: int | Literal["auto"] | None = None,
         memory_budget: int | str | None = None,
+        autotune: bool = False,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
     ) -> PrivateTraining:
@@ -538,6 +561,7 @@ class _Privatize:
             filter=filter,
             microbatch_size=microbatch_size,
             memory_budget=memory_budget,
+            autotune=autotune,
             seed=seed,
             ledger_path=ledger_path,
         )

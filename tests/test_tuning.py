@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from diskdp import Plan, privatize
 from diskdp.clipping import Clipper
 from diskdp.gradients import Engine, clip, planner, tuning
 from diskdp.gradients.planner import Method
 from diskdp.gradients.terms import Outer
 from diskdp.gradients.tuning import Tuner
 from tests import oracle
-from tests.models import CASES
+from tests.models import CASES, classify
 
 
 @pytest.mark.parametrize("name", ["cnn5", "vit", "gpt-tied"])
@@ -59,3 +61,19 @@ def test_what_is_hopeless_is_not_tried() -> None:
     found = clip(engine, torch.randn(2, 3, 40, 40), [(1.0, None)], Clipper("flat", 1.0), tuner.choose)
     assert "pixel-gram" not in tuner.choices.values()  # 1,444 positions: half a million multiplications too many
     assert set(found.summed()) == {"weight", "bias"}
+
+
+def test_a_training_that_tunes_itself_takes_the_same_steps() -> None:
+    weights = []
+    for autotune in (False, True):
+        torch.manual_seed(0)
+        model = CASES["cnn5"].make()
+        plan = Plan(dataset_size=24, batch_size=8, steps=2, noise_multiplier=1.0, delta=1e-3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = privatize(model, optimizer, plan, loss_fn=classify, autotune=autotune, seed=3)
+        images, labels = CASES["cnn5"].batch()
+        data = TensorDataset(images.repeat(24, 1, 1, 1)[:24], labels.repeat(24)[:24])
+        for batch in private.loader(data):
+            private.step(batch)
+        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
+    assert oracle.relative_error(weights[0], weights[1]) < 1e-5

@@ -98,6 +98,7 @@ class RunSettings:
     out: Path
     microbatch_size: int | Literal["auto"] | None = None
     memory_budget: int | str | None = None
+    autotune: bool = False
     num_workers: int = 0
     eval_every: int | None = None
     checkpoint_every: int | None = None

@@ -49,6 +49,9 @@ def train(
     memory_budget: Annotated[
         str | None, typer.Option(help='For --microbatch-size auto, such as "4 GiB"; else a part of what is free.')
     ] = None,
+    autotune: Annotated[
+        bool | None, typer.Option("--autotune/--no-autotune", help="Time the methods for each layer's norms once.")
+    ] = None,
     seed: Annotated[
         int | None,
         typer.Option(help="Reproducible sampling and noise, for tests: the run is then NOT private."),
@@ -78,6 +81,7 @@ def train(
         "filter.gamma": gamma,
         "run.microbatch_size": _number_or_text(microbatch_size),
         "run.memory_budget": _number_or_text(memory_budget),
+        "run.autotune": autotune,
         "run.seed": seed,
     }
     overrides = {key: value for key, value in flags.items() if value is not None}
@@ -124,6 +128,7 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
             filter=filter,
             microbatch_size=config.run.microbatch_size,
             memory_budget=config.run.memory_budget,
+            autotune=config.run.autotune,
             seed=config.run.seed,
             ledger_path=folder.ledger,
         )
@@ -136,6 +141,7 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
             filter=filter,
             microbatch_size=config.run.microbatch_size,
             memory_budget=config.run.memory_budget,
+            autotune=config.run.autotune,
             seed=config.run.seed,
             ledger_path=folder.ledger,
         )

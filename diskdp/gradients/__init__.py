@@ -4,8 +4,10 @@ from diskdp.gradients.buffers import advance_buffers
 from diskdp.gradients.clipped import Clipped, clip, clipped_gradient
 from diskdp.gradients.engine import Engine, LossFunction, Point
 from diskdp.gradients.explain import Explanation, ParameterRow, explain
+from diskdp.gradients.planner import choose
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.structure import refuse_modules
+from diskdp.gradients.tuning import Tuner
 
 __all__ = [
     "Clipped",
@@ -15,7 +17,9 @@ __all__ = [
     "ParameterRow",
     "Point",
     "RandomState",
+    "Tuner",
     "advance_buffers",
+    "choose",
     "clip",
     "clipped_gradient",
     "explain",
