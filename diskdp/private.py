@@ -59,6 +59,7 @@ from diskdp.plan import Plan
 from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
 
 _CHECKED_EXAMPLES = 8
+_MEASUREMENTS = 4  # of memory at one size, at most
 
 
 @dataclass(frozen=True)
@@ -156,9 +157,9 @@ class PrivateTraining:
     ) -> PrivateLoader:
         """The plan's remaining batches, drawn from ``dataset`` as the plan says.
 
-        Checks the length of the data set against the plan, and on a few examples that the model's per-example
-        gradients can be established: structural faults are found here, before any training. With
-        ``microbatch_size="auto"`` it then measures, on the first examples, how many fit at once.
+        Checks the length of the data set against the plan, and on a few examples, on one, and on as many as a
+        (micro)batch has that the model's per-example gradients can be established: structural faults are found here,
+        before any training. With ``microbatch_size="auto"`` it then measures, on the first examples, how many fit.
         """
         sampler = PoissonSampler(self.plan.dataset_size, self.plan.sample_rate, self._secret)
         loader = PrivateLoader(
@@ -180,6 +181,9 @@ class PrivateTraining:
         if self._automatic:
             self.memory_fit = self._fitted(loader)
             self.microbatch_size = loader.microbatch_size = self.memory_fit.size
+        usual = min(self.plan.dataset_size, self.microbatch_size or self.plan.batch_size)
+        if usual > count:
+            self._checked(loader, usual)
         random.restore()
         self._loader = loader
         return loader
@@ -434,10 +438,11 @@ class PrivateTraining:
             try:
                 if size == 1:
                     work(size)  # so that what is kept from the first call on is not counted
-                known = self._engine.structures
-                peak = peak_memory(lambda: work(size), device)
-                if self._engine.structures > known:  # examined for the first time, which takes more
+                for _ in range(_MEASUREMENTS):
+                    known = self._engine.examinations
                     peak = peak_memory(lambda: work(size), device)
+                    if self._engine.examinations == known:  # an examination takes more, and is rare
+                        break
                 return held + peak
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error):

@@ -13,12 +13,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils.data import TensorDataset
 
-from diskdp import Plan
+from diskdp import Plan, privatize
 from diskdp.cli import run
-from diskdp.cli.config import load_run
+from diskdp.cli.build import build_model
+from diskdp.cli.config import ModelConfig, load_run
+from diskdp.cli.folder import RunFolder
 from diskdp.datasets import load_table
-from diskdp.zoo import accuracy, build
+from diskdp.datasets.split import DataInfo, Split
+from diskdp.report.card import card_of
+from diskdp.zoo import accuracy, build, classification_loss
 
 ROWS = 80
 SCHEMA = """
@@ -413,7 +418,7 @@ def test_unwritable_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_interrupt_then_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
     assert train(folder) == 130
     assert "--resume goes on with it" in capsys.readouterr().err
     ledger = folder / "out/private/ledger.jsonl"
@@ -432,7 +437,7 @@ def test_interrupt_then_resume(folder: Path, capsys: pytest.CaptureFixture[str])
 def test_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
     """With a seed; momentum, schedule, filter and look-ahead all have to come back."""
     edit(folder, "lr = 0.5", "lr = 0.5\noptions = { momentum = 0.9 }")
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
     assert train(folder, "--seed", "5") == 130
     model = (folder / "cli_test_models.py").read_text()
     (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
@@ -445,7 +450,7 @@ def test_resumed_run_equals_an_uninterrupted_one(folder: Path) -> None:
 
 def test_lost_steps_stay_charged(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Steps after the last checkpoint are repeated at a cost of their own, and the plan is never passed."""
-    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 33 }')
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
     assert train(folder, "--out", str(folder / "early")) == 130
     private = folder / "early" / "private"
     done = len((private / "ledger.jsonl").read_text().splitlines())
@@ -623,3 +628,40 @@ def test_every_key_of_the_reference_is_read(folder: Path) -> None:
     for section in ("data", "model", "optimizer", "plan", "filter", "run"):
         for key in vars(getattr(config, section)):
             assert f"`{key}`" in page, f"docs/cli.md does not explain [{section}] {key}"
+
+
+ACTNORM = """
+import torch
+
+class ActNorm(torch.nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.layer = torch.nn.Linear(features, classes)
+        self.bias = torch.nn.Parameter(torch.zeros(features))
+        self.ready = False
+        self._register_state_dict_hook(lambda module, state, *_: state.update(seen=torch.ones(1)))
+
+    def forward(self, x):
+        if not self.ready:
+            self.bias.data.copy_(1 - x.mean(0))
+            self.ready = True
+        return self.layer(x + self.bias)
+
+def make(shape, classes):
+    return ActNorm(shape[0], classes)
+"""
+
+
+def test_a_model_is_tried_on_made_up_data_and_only_weights_are_released(tmp_path: Path) -> None:
+    """What a model keeps of the first rows it sees, or adds to its state, is not noised."""
+    (tmp_path / "actnorm_of_test.py").write_text(ACTNORM)
+    rows = TensorDataset(torch.randn(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
+    split = Split(rows, rows, DataInfo("made up", (4,), ("a", "b", "c"), ()))
+    model = build_model(ModelConfig("actnorm_of_test:make"), split, tmp_path)
+    assert torch.equal(model.get_parameter("bias"), torch.ones(4))
+    assert "seen" in model.state_dict()
+    plan = Plan(dataset_size=6, batch_size=2, steps=2, noise_multiplier=2.0, delta=1e-2)
+    private = privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=classification_loss)
+    folder = RunFolder(tmp_path)
+    folder.publish(model, card_of(private))
+    assert load_file(folder.weights).keys() == {"bias", "layer.weight", "layer.bias"}

@@ -327,6 +327,19 @@ def test_unreadable_table_files(tmp_path: Path, schema: Schema) -> None:
             load_table(path, None, schema)
 
 
+@pytest.mark.parametrize("before", [0, 3, 3000])  # the decoder reads ahead of the rows
+def test_what_is_not_utf8_is_named(tmp_path: Path, schema: Schema, before: int) -> None:
+    path = tmp_path / "latin.csv.gz"
+    text = HEADER + "\n" + "7,20,0,Oslo,1,no\n" * before + "7,20,0,Orléans,1,no\n" + "7,20,0,Oslo,1,no\n" * 2000
+    path.write_bytes(gzip.compress(text.encode("latin-1")))
+    place = rf"row {before + 1} \(line {before + 3}\), column 'city': is not UTF-8"
+    with pytest.raises(DataError, match=place):
+        load_table(path, None, schema)
+    path.write_bytes(gzip.compress("identité,age\n".encode("latin-1")))
+    with pytest.raises(DataError, match="the header, field 1: is not UTF-8"):
+        load_table(path, None, schema)
+
+
 def test_a_row_is_encoded_the_same_in_any_company(tmp_path: Path, schema: Schema) -> None:
     """Whatever depended on other rows would be learned from them."""
     lines = [line for line in GOOD.splitlines()[1:] if line]

@@ -54,6 +54,9 @@ def test_other_bad_settings() -> None:
         LowPass(a=[1, -0.5], b=[1, -1])
     with pytest.raises(FilterError, match="finite"):
         LowPass(a=[0, 1], b=[1])
+    for a, b in ((["x"], [1]), ([1], [None]), (1.0, [1]), ([1], "b")):
+        with pytest.raises(FilterError, match="lists of numbers"):
+            LowPass(a=a, b=b)  # type: ignore[arg-type]
     with pytest.raises(FilterError, match="must be a number"):
         DiSK(kappa="0.5")  # type: ignore[arg-type]
     with pytest.raises(FilterError, match="not finite"):

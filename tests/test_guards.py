@@ -188,11 +188,11 @@ def test_rows_without_a_gradient_do_not_cost_a_second_pass_for_ever() -> None:
     torch.manual_seed(0)
     model, x, y = LastTokens(), torch.randn(8, 6, 5), torch.randint(0, 5, (8,))
     passes = []
-    for size, first in ((8, 3), (8, 3), (7, 3), (4, 1), (4, 1)):
+    for size, first in ((8, 3), (7, 3), (8, 3), (4, 1), (4, 1)):
         model.first, model.backwards = first, 0
         assert error(model, (x[:size], y[:size]), classify, 0.05) < 1e-5
         passes.append(model.backwards)
-    assert passes[1:] == [1, 1, 3, 1]  # rows that come to life are measured once: found alive, then measured
+    assert passes[2:] == [1, 3, 1]  # rows that come to life are measured once: found alive, then measured
 
 
 def test_few_live_examples_do_not_settle_the_axis() -> None:

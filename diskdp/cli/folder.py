@@ -112,7 +112,10 @@ class RunFolder:
     def publish(self, model: nn.Module, card: PrivacyCard) -> None:
         """Write the half that may be released: weights and card."""
         self.release.mkdir(exist_ok=True)
-        weights = {name: t.detach().cpu().contiguous().clone() for name, t in model.state_dict().items()}
+        named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        own = {name for name, _ in named}  # whatever else a module adds to its state stays here
+        state = {name: t for name, t in model.state_dict().items() if name in own}
+        weights = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
         partial = self.weights.with_suffix(".partial")
         save_file(weights, partial, metadata={"format": "pt"})
         os.replace(partial, self.weights)

@@ -6,6 +6,7 @@ row and column: finding it is a set-up step of whoever holds the data.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import os
@@ -205,8 +206,27 @@ def _csv_chunks(path: Path, schema: Schema) -> Iterator[tuple[Mapping[str, Cells
             tabs = ".tsv" in (suffix.lower() for suffix in path.suffixes)
             delimiter = schema.delimiter or ("\t" if tabs else ",")
             yield from _csv_rows(path, csv.reader(stream, delimiter=delimiter, strict=True), schema)
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+    except UnicodeDecodeError as error:
+        with open_text(path, "rt", encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
+            where = _first_undecoded(csv.reader(stream, delimiter=delimiter))
+        raise DataError(f"{path}, {where}: is not UTF-8 text; save the table as UTF-8") from error
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
         raise DataError(f"{path}: the table cannot be read: {error}") from error
+
+
+def _first_undecoded(reader: Any) -> str:
+    """Where the first cell is with a byte that stands for itself, since it is no UTF-8."""
+    names: list[str] = []
+    count = 0
+    with contextlib.suppress(csv.Error):
+        for row in reader:
+            for i, cell in enumerate(row):
+                if any("\udc80" <= character <= "\udcff" for character in cell):
+                    column = f"column {names[i].strip()!r}" if i < len(names) else f"field {i + 1}"
+                    return f"row {count} (line {reader.line_num}), {column}" if names else f"the header, {column}"
+            names = names or row
+            count += bool(row)
+    return "some row"
 
 
 def _csv_rows(path: Path, reader: Any, schema: Schema) -> Iterator[tuple[Mapping[str, Cells], Place]]:

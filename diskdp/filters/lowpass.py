@@ -112,7 +112,10 @@ class _Recursion:
 
 
 def _normalized(a: Sequence[float], b: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    a, b = [float(v) for v in a], [float(v) for v in b]
+    try:
+        a, b = [float(v) for v in a], [float(v) for v in b]
+    except (TypeError, ValueError) as error:
+        raise FilterError(f"a={a!r}, b={b!r}: coefficients must be lists of numbers") from error
     values = [*a, *b]
     if not b or not a or a[0] == 0 or not all(math.isfinite(v) for v in values):
         raise FilterError(f"a={list(a)}, b={list(b)}: coefficients must be finite, b not empty and a[0] not 0")

@@ -6,7 +6,7 @@ Assumes only that tensors are reachable through mappings, sequences, dataclasses
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,34 @@ def select_examples(batch: Any, batch_size: int, kept: Tensor) -> Any:
     return _picked(batch, batch_size, kept.cpu(), 0)[0]
 
 
+def scrambled(batch: Any, generator: torch.Generator, depth: int = 0) -> Any:
+    """Other data of the same kind, for where there is no other example: every tensor's elements in another order.
+
+    >>> import torch
+    >>> scrambled((torch.ones(2), "text"), torch.Generator())
+    (tensor([0.7500, 0.7500]), 'text')
+    """
+    if isinstance(batch, Tensor | np.ndarray):
+        elements = torch.as_tensor(batch).flatten()
+        order = torch.randperm(len(elements), generator=generator)
+        mixed = elements[order.to(elements.device)].reshape(batch.shape)
+        if mixed.is_floating_point():
+            mixed = mixed * 0.75
+        return mixed if isinstance(batch, Tensor) else mixed.numpy()
+    if depth >= _MAX_DEPTH:
+        return batch
+    return _rebuilt(batch, lambda item: scrambled(item, generator, depth + 1))
+
+
+def kind(batch: Any) -> object:
+    """What of a batch is known before its size: types and shapes, of the first axes the scale alone.
+
+    >>> kind(torch.zeros(9, 2)) == kind(torch.zeros(15, 2)) != kind(torch.zeros(1, 2))
+    True
+    """
+    return tuple((t.dtype, t.shape[1:], *(size.bit_length() for size in t.shape[:1])) for t in tensors(batch))
+
+
 def _picked(batch: Any, batch_size: int, index: Tensor, axis: int, depth: int = 0) -> tuple[Any, int]:
     """Rows ``index`` of everything that has one row an example; containers are rebuilt, unknown ones copied."""
     if isinstance(batch, Tensor | np.ndarray):
@@ -77,6 +105,11 @@ def _picked(batch: Any, batch_size: int, index: Tensor, axis: int, depth: int = 
         counts.append(count)
         return result
 
+    return _rebuilt(batch, change), sum(counts)
+
+
+def _rebuilt(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same container with every item changed; what is no container as it is."""
     result: Any = batch
     if isinstance(batch, Mapping):
         result = copy.copy(batch)
@@ -90,7 +123,7 @@ def _picked(batch: Any, batch_size: int, index: Tensor, axis: int, depth: int = 
         result = copy.copy(batch)
         for key, item in vars(batch).items():
             object.__setattr__(result, key, change(item))
-    return result, sum(counts)
+    return result
 
 
 def _opaque(batch: Any) -> bool:
@@ -139,11 +172,11 @@ def signature(batch: Any, batch_size: int) -> object:
     return batch_size == 1, batch_size if ambiguous else None, tuple(shapes)
 
 
-def kind(batch: Any) -> object:
+def family(batch: Any) -> object:
     """What batches of other lengths have in common.
 
     >>> import torch
-    >>> kind(torch.zeros(5, 3)) == kind(torch.zeros(6, 7))
+    >>> family(torch.zeros(5, 3)) == family(torch.zeros(6, 7))
     True
     """
     return tuple((t.dim(), t.dtype) for t in tensors(batch))

@@ -6,14 +6,12 @@ Every pass starts from the same numbers, and a training step moves them on once,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-
-from diskdp.errors import GradientError
 
 
 @dataclass(frozen=True)
@@ -46,17 +44,10 @@ def advance_buffers(model: nn.Module) -> None:
         getattr(module, name)
 
 
-def refuse_written(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Refuse buffers that hold other numbers after a forward pass, parametrizations' aside."""
-    allowed = {id(b) for _, _, held in _parametrized(model) for b in held.buffers()}
-    for name, buffer in model.named_buffers():
-        same = name in before and torch.equal(buffer.nan_to_num(), before[name].nan_to_num())
-        if not same and id(buffer) not in allowed:
-            raise GradientError(
-                f"buffer {name} is written by the forward pass, and how many passes there are depends on the batch: it "
-                "would store un-noised data in the model. For running statistics set track_running_stats=False; for "
-                "spectral_norm use torch.nn.utils.parametrizations; else write it between steps, from the weights alone"
-            )
+def held_names(model: nn.Module) -> frozenset[str]:
+    """Names of the buffers that parametrizations in training mode may write."""
+    held = {id(b) for _, _, parts in _parametrized(model) for b in parts.buffers()}
+    return frozenset(name for name, b in model.named_buffers(remove_duplicate=False) if id(b) in held)
 
 
 def _parametrized(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

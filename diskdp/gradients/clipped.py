@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from diskdp.clipping import Clipper
-from diskdp.gradients.engine import Engine, Gradients, LossFunction, Point
+from diskdp.gradients.engine import Engine, Examined, Gradients, LossFunction, Point
 from diskdp.gradients.planner import Method, Norms, squared_norms, weighted_sum
 from diskdp.gradients.planner import choose as cheapest
 from diskdp.gradients.products import full_precision
-from diskdp.gradients.structure import Structure
 from diskdp.gradients.terms import Term
 
 Choice: TypeAlias = "Callable[[Sequence[Term]], Method]"
@@ -105,7 +104,7 @@ def clipped_gradient(
     return clipped.summed(), clipped.norms_B
 
 
-_Examined: TypeAlias = "weakref.WeakKeyDictionary[LossFunction, dict[object, Structure]]"
+_Examined: TypeAlias = "weakref.WeakKeyDictionary[LossFunction, Examined]"
 _EXAMINED: weakref.WeakKeyDictionary[nn.Module, _Examined] = weakref.WeakKeyDictionary()
 
 
@@ -113,7 +112,7 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
     """An engine that knows what was examined before for this model and this very loss function."""
     try:
         by_loss = _EXAMINED.setdefault(model, weakref.WeakKeyDictionary())
-        return Engine(model, loss_fn, by_loss.setdefault(loss_fn, {}))
+        return Engine(model, loss_fn, by_loss.setdefault(loss_fn, Examined()))
     except TypeError:  # a callable that cannot be remembered
         return Engine(model, loss_fn)
 

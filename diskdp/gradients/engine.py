@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -19,11 +19,14 @@ from diskdp.errors import GradientError, UnusedParameterWarning
 from diskdp.gradients import batches
 from diskdp.gradients.buffers import HeldBuffers
 from diskdp.gradients.compiled import uncompiled
+from diskdp.gradients.isolation import Watch, written_message
 from diskdp.gradients.ownership import Owner, probe_exponents
 from diskdp.gradients.pullback import Key, parameter_terms, source_terms
 from diskdp.gradients.randomness import RandomState
 from diskdp.gradients.rules import default_rules
-from diskdp.gradients.structure import Ownership, Structure, examine, refuse_modules
+from diskdp.gradients.settings import settings
+from diskdp.gradients.state import Marks, Snapshot, differing, digests
+from diskdp.gradients.structure import Ownership, Structure, Subject, examine, isolate_again, refuse_modules
 from diskdp.gradients.terms import Direct, Outer, Term, combine, pairable
 from diskdp.gradients.trace import Rules, Source, Trace, Use
 
@@ -33,6 +36,7 @@ Point: TypeAlias = "tuple[float, Mapping[str, Tensor] | None]"
 _FEW_TERMS = 4  # of one parameter: more are joined, which copies their rows
 
 
+SPOT_CHECKS = 16  # one call in so many, at random, compares every bit of the model before and after
 # A structure whose like was examined on a whole batch, at other lengths, is examined on so few examples.
 _FEW = (4, 5, 7)
 # A parameter that no microbatch has used for so long is moved by noise alone, most likely by mistake.
@@ -55,38 +59,45 @@ class _AtPoint:
     terms: dict[str, dict[Key, Term]]
     losses_B: Tensor
     operations: Mapping[str, str]
+    written: frozenset[str] = frozenset()  # what its forward pass may write in the model
+
+
+@dataclass
+class Examined:
+    """What is known about one model under one loss function."""
+
+    structures: dict[object, Structure] = field(default_factory=dict)
+    kinds: set[object] = field(default_factory=set)  # of batches whose first forward pass was seen to write nothing
+    families: set[object] = field(default_factory=set)  # examined structures, lengths left open
+    watches: dict[object, Watch] = field(default_factory=dict)  # by everything but the shapes of the batch
+
+    @property
+    def written(self) -> frozenset[str]:
+        return frozenset(name for structure in self.structures.values() for name in structure.written)
 
 
 @dataclass(frozen=True)
-class _Start:
-    """What every forward pass starts from, whichever point or microbatch it serves."""
+class _Place:
+    """One point, and what is the same at all points of a call."""
 
+    parameters: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+    settings: object
     random: RandomState
-    buffers: HeldBuffers
-
-    def restore(self) -> None:
-        self.random.restore()
-        self.buffers.restore()
+    rules: Rules
 
 
 class Engine:
     """Per-example gradients of one model under one loss function; remembers which structures it has examined."""
 
-    def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, examined: dict[object, Structure] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, examined: Examined | None = None) -> None:
         self.model = model
         self.loss_fn = loss_fn
-        self._examined = {} if examined is None else examined
+        self._examined = Examined() if examined is None else examined
         self._accepted: set[object] = set()  # settings of the modules that were not refused
-        self._families: set[object] = set()  # examined structures, lengths left open
         self._idle: dict[str, int] = {}  # for how many calls in a row a parameter has not been used
         self._used: set[str] = set()  # parameters that some examined structure uses
-
-    @property
-    def structures(self) -> int:
-        """How many structures have been examined so far."""
-        return len(self._examined)
+        self.examinations = 0  # of new structures, and of known ones again: each takes time and memory once
 
     def parameters(self) -> dict[str, Tensor]:
         """Trainable parameters by name, a tied one once."""
@@ -102,20 +113,26 @@ class Engine:
             raise GradientError("no point was given: at least one coefficient must differ from 0")
         for _, values in points:
             _check_values(values or {}, parameters)
-        settings = _settings(self.model)
-        if settings not in self._accepted:
+        now = settings(self.model)
+        if now not in self._accepted:
             refuse_modules(self.model)
-            self._accepted.add(settings)
-        start = _Start(RandomState.capture(), HeldBuffers.of(self.model))
+            self._accepted.add(now)
+        random, buffers, rules = RandomState.capture(), HeldBuffers.of(self.model), default_rules()
+        others = [values or {} for _, values in points]
+        spot = secrets.randbelow(SPOT_CHECKS) == 0
+        before = digests(self.model, others) if spot else {}
         found = []
         with uncompiled():
             for number, (_, values) in enumerate(points):
                 if number > 0:
-                    start.random.restore()
+                    random.restore()
                 try:
-                    found.append(self._at(batch, parameters, values or {}, settings, start))
+                    found.append(self._at(batch, _Place(parameters, values or {}, now, random, rules)))
                 finally:
-                    start.buffers.restore()
+                    buffers.restore()
+        if spot:
+            changed = differing(before, digests(self.model, others))
+            self._refuse_writes({name for name, _ in changed}.difference(*(point.written for point in found)))
         terms = _combined([point.terms for point in found], [a for a, _ in points], list(parameters))
         self._notice_idle(terms)
         zeros = {
@@ -124,52 +141,112 @@ class Engine:
         }
         return Gradients(terms, zeros, found[0].losses_B, found[0].operations)
 
-    def _at(
-        self,
-        batch: Any,
-        parameters: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-        settings: object,
-        start: _Start,
-        measure: bool = False,
-    ) -> _AtPoint:
-        """One point. With ``measure`` the owners of rows are measured on this very batch."""
+    def _at(self, batch: Any, place: _Place, measure: bool = False, isolated: bool = False) -> _AtPoint:
+        """One point. ``measure``: owners of rows are measured on this very batch; ``isolated``: it was looked at."""
+        known = (place.settings, tuple(place.parameters), batches.kind(batch)) in self._examined.kinds
+        only = self._examined.written if known else None
+        state = Snapshot(self.model, only) if only or not known else None
+        marks = Marks.take(self.model, place.values)
+        try:
+            point = self._established(batch, place, state, marks, measure, isolated)
+        except BaseException:
+            if state is not None:
+                state.restore()
+            raise
+        if point is None:  # something was learned: now with that
+            self.examinations += 1
+            if known:  # else everything is put back
+                self._refuse_writes(marks.changed(self.model) - self._examined.written)
+            if state is not None:
+                state.restore()
+                del state  # a copy of the model
+            place.random.restore()
+            return self._at(batch, place, measure, isolated=True)
+        self._refuse_writes(marks.changed(self.model) - point.written)
+        return point
+
+    def _established(
+        self, batch: Any, place: _Place, state: Snapshot | None, marks: Marks, measure: bool, isolated: bool
+    ) -> _AtPoint | None:
+        """One forward and backward pass; None, and nothing else, if that batch had to be examined first."""
+        kind = (place.settings, tuple(place.parameters), batches.kind(batch))
+        parameters, structures = place.parameters, self._examined.structures
         data = list(batches.tensors(batch))
         if any(t.is_nested for t in data):
             raise GradientError(
                 "the batch holds a nested tensor, whose rows have no example axis; pad it and pass a mask"
             )
-        rules = default_rules()
-        trace = Trace(parameters, values, data, rules)
+        trace = Trace(parameters, place.values, data, place.rules)
         versions = [t._version for t in data]
         losses_B = trace.losses(self.loss_fn, self.model, batch)
         if versions != [t._version for t in data]:
             raise GradientError("the forward pass writes into its batch; let it work on a copy (x = x.clone())")
         batch_size = len(losses_B)
-        if batch_size == 0:
-            return _AtPoint({}, losses_B.detach(), {})
         log = tuple(trace.log)
-        key = (batches.signature(batch, batch_size), log, tuple(parameters), settings, rules.edition)
-        if key not in self._examined:
-            if not bool(torch.isfinite(losses_B).any()):
-                return _AtPoint({}, losses_B.detach(), {})  # nobody contributes, and nothing can be learned from it
-            family = (batch_size == 1, batches.kind(batch), *key[1:])
-            examples = batch
-            if family in self._families:
-                start.buffers.restore()
-                examples = self._few(batch, losses_B.detach(), parameters, values, start.random, rules, log)
-            start.restore()
-            found = examine(
-                self.model, self.loss_fn, examples, parameters, values, start.random, rules, log, self._used
-            )
-            while len(self._examined) >= MAX_STRUCTURES:
-                del self._examined[next(iter(self._examined))]
-            self._examined[key] = found
-            self._families.add(family)
-            self._used.update(name for _, targets in log for name in targets)
-            start.restore()
-            return self._at(batch, parameters, values, settings, start)
-        structure = self._examined[key]
+        path = (log, tuple(parameters), place.settings, place.rules.edition)
+        key = (batches.signature(batch, batch_size), *path)
+        first = kind not in self._examined.kinds
+        if batch_size == 0 or (key not in structures and not bool(torch.isfinite(losses_B).any())):
+            if state is not None:  # nobody contributes, and nothing can be learned from it
+                state.restore()
+            undone = frozenset(marks.changed(self.model)) if first else self._examined.written
+            return _AtPoint({}, losses_B.detach(), {}, undone)
+        written: set[str] = set()  # by this forward pass alone; after the backward pass the marks are looked at again
+        if first and state is not None:
+            written = set(state.changed())
+        elif key not in structures:
+            written = marks.changed(self.model)
+        rules = place.rules
+        subject = Subject(self.model, self.loss_fn, parameters, place.values, place.random, state, rules, log)
+        if key not in structures:
+            examples, family = batch, (batch_size == 1, batches.family(batch), *path)
+            finite_B = torch.isfinite(losses_B)
+            del trace, losses_B
+            if state is not None:
+                state.restore()
+            if family in self._examined.families:
+                examples = self._few(batch, finite_B, place, log)
+                if state is not None:
+                    state.restore()
+            place.random.restore()
+            found = examine(subject, examples, self._used, self._examined.watches.get(path))
+            self._refuse_writes(written - found.written)
+            while len(structures) >= MAX_STRUCTURES:
+                del structures[next(iter(structures))]
+            structures[key] = found
+            self._examined.families.add(family)
+            self._examined.watches[path] = found.watch
+            self._examined.kinds.add(kind)
+            self._used.update(name for _, targets in subject.uses for name in targets)
+            return None
+        structure = structures[key]
+        if not isolated and batch_size > 1:
+            thorough = not structure.watch.covers(batch_size) or not written <= structure.written
+            due, finite_B = structure.watch.is_due(), torch.isfinite(losses_B)
+            if (due or thorough) and bool(finite_B.any()):
+                del trace, losses_B
+                if state is not None:
+                    state.restore()
+                isolate_again(subject, batch, structure, finite_B, thorough)
+                self._refuse_writes(written - structure.written)
+                self._examined.kinds.add(kind)
+                return None
+        self._refuse_writes(written - structure.written)
+        self._examined.kinds.add(kind)
+        return self._differentiated(batch, place, state, structure, trace, losses_B, measure)
+
+    def _differentiated(
+        self,
+        batch: Any,
+        place: _Place,
+        state: Snapshot | None,
+        structure: Structure,
+        trace: Trace,
+        losses_B: Tensor,
+        measure: bool,
+    ) -> _AtPoint:
+        """The backward pass: every use's terms, with owners that are known or measured."""
+        batch_size = len(losses_B)
         collected: list[tuple[Key, Source, Term]] = []
         operations: dict[str, set[str]] = {}
 
@@ -199,10 +276,17 @@ class Engine:
 
             trace.differentiate(losses_B, torch.ones_like(losses_B), sink)
             if unsettled:
-                start.restore()
-                return self._at(batch, parameters, values, settings, start, measure=True)
+                if state is not None:
+                    state.restore()
+                place.random.restore()
+                return self._at(batch, place, measure=True, isolated=True)
         shown = {name: "+".join(sorted(names)) for name, names in operations.items()}
-        return _AtPoint(parameter_terms(collected), losses_B.detach(), shown)
+        return _AtPoint(parameter_terms(collected), losses_B.detach(), shown, structure.written)
+
+    def _refuse_writes(self, names: set[str]) -> None:
+        """What was written and was not established to be the same whatever the examples are."""
+        if names:
+            raise GradientError(written_message(sorted(names), self.model), sorted(names))
 
     def _notice_idle(self, terms: Mapping[str, Sequence[Term]]) -> None:
         if not any(terms.values()):  # an empty batch
@@ -218,27 +302,17 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _few(
-        self,
-        batch: Any,
-        losses_B: Tensor,
-        parameters: Mapping[str, Tensor],
-        values: Mapping[str, Tensor],
-        random: RandomState,
-        rules: Rules,
-        log: tuple[object, ...],
-    ) -> Any:
+    def _few(self, batch: Any, finite_B: Tensor, place: _Place, log: tuple[object, ...]) -> Any:
         """A few of the batch's examples if they take the same path, which costs less to examine; else all of them."""
-        batch_size = len(losses_B)
-        finite = torch.isfinite(losses_B).nonzero().flatten()
+        batch_size, finite = len(finite_B), finite_B.nonzero().flatten()
         for count in _FEW:
             if count >= batch_size or count > len(finite):
                 break
             few = batches.select_examples(batch, batch_size, finite[:count])
             if batches.signature(few, count) != batches.signature(batch, batch_size):
                 continue  # some other axis has this length
-            random.restore()
-            trace = Trace(parameters, values, batches.tensors(few), rules)
+            place.random.restore()
+            trace = Trace(place.parameters, place.values, batches.tensors(few), place.rules)
             try:
                 same = len(trace.losses(self.loss_fn, self.model, few)) == count and tuple(trace.log) == log
             except (GradientError, RuntimeError, IndexError, ValueError, TypeError):
@@ -261,16 +335,6 @@ def _check_values(values: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
             raise GradientError(
                 f"points: {name} has shape {tuple(value.shape)}, the parameter {tuple(parameters[name].shape)}"
             )
-
-
-def _settings(model: nn.Module) -> tuple[tuple[bool | str, ...], ...]:
-    """Flags and names that modules keep, training flags among them: they may change what the forward pass does.
-
-    Numbers are left out: a module may count its calls.
-    """
-    return tuple(
-        tuple(value for value in vars(module).values() if type(value) in (bool, str)) for module in model.modules()
-    )
 
 
 def _combined(

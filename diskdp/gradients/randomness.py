@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from diskdp.gradients.trace import without_override
+from diskdp.gradients.trace import BACKWARD, without_override
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,21 @@ class RandomState:
     def capture(cls) -> RandomState:
         cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())  # noqa: NPY002
+
+    @classmethod
+    def seeded(cls, seed: int) -> RandomState:
+        """A state of its own for each seed; leaves the generators in it."""
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        random.seed(seed)
+        return cls.capture()
+
+    def moved(self) -> bool:
+        """Whether anything was drawn since."""
+        now = RandomState.capture()
+        devices = len(now.cuda) == len(self.cuda) and all(torch.equal(a, b) for a, b in zip(now.cuda, self.cuda))
+        numpy = all(np.array_equal(a, b) for a, b in zip(now.numpy, self.numpy))
+        return not (torch.equal(now.cpu, self.cpu) and devices and numpy and now.python == self.python)
 
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
@@ -66,7 +81,7 @@ class WithoutDropout(TorchFunctionMode):
             args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**kwargs}
             if len(args) < 5:
                 kwargs["dropout_p"] = 0.0
-        if func is F.multi_head_attention_forward:  # which drops inside
+        if func is F.multi_head_attention_forward or func in BACKWARD:  # what drops inside, or is computed again there
             with self:
                 return without_override(func)(*args, **kwargs)
         return func(*args, **kwargs)

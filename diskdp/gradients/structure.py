@@ -1,10 +1,11 @@
 """Before the first release for every new structure: who owns the rows, is anything missed, do examples mix.
 
-Three measurements on one batch, at randomly perturbed weights (so that zero initialisations hide nothing):
+Four measurements on one batch, at randomly perturbed weights (so that zero initialisations hide nothing):
 
 - ownership: two backward passes, one with losses scaled by powers of two, assign rows to examples (`ownership`);
 - completeness: Σ v_i g_i from the terms equals plain autograd's gradient of Σ v_i loss_i for random v;
-- isolation: replacing some examples leaves the losses of the others, and every buffer, as they were.
+- isolation: replacing some examples leaves the losses and gradients of the others as they were (`isolation`);
+- state: what the forward pass writes into parameters and buffers does not depend on the examples (`state`).
 
 They look at structure alone: examples whose numbers are not finite are replaced by others, they do not end a run.
 """
@@ -13,32 +14,35 @@ from __future__ import annotations
 
 import contextlib
 import math
+import secrets
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from diskdp.errors import DiskDPError, GradientError
 from diskdp.gradients import batches
-from diskdp.gradients.buffers import refuse_written
+from diskdp.gradients.isolation import (
+    DRAWS,
+    DRAWS_AGAIN,
+    NEGLIGIBLE,
+    TOLERANCE,
+    Run,
+    Watch,
+    exchanged,
+    grads_kept,
+    isolate,
+    look_again,
+)
 from diskdp.gradients.ownership import Layout, Owner, explanations, live_rows, probe_exponents
 from diskdp.gradients.planner import choose, squared_norms
 from diskdp.gradients.products import kernels_of_torch
 from diskdp.gradients.pullback import parameter_terms, source_terms
-from diskdp.gradients.randomness import RandomState, WithoutDropout
+from diskdp.gradients.randomness import RandomState
+from diskdp.gradients.state import Snapshot
 from diskdp.gradients.trace import Rules, Trace, Use
-from diskdp.memory import out_of_memory
-
-# Relative error of a sum over the batch that is taken for rounding; a missing use of relative size e passes with
-# probability about 0.8 tolerance / e. Over the test models correct terms differed from autograd by at most 1.3e-7 of
-# the whole gradient in float32, 3e-16 in float64 (6,220 comparisons each), so false alarms are far off.
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
-# A parameter whose gradient is smaller than this part of the whole is compared on that scale: a bias that a
-# normalisation cancels has a gradient of rounding errors.
-NEGLIGIBLE = 0.03
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class Structure:
     """
 
     settled: dict[int, Settled]  # by use
+    watch: Watch
+    written: frozenset[str]  # what its forward pass may write in the model
 
     def settles(self, uses: int) -> bool:
         """Whether the first ``uses`` uses need no measurement, as far as can be said before their gradients."""
@@ -162,52 +168,113 @@ class Ownership:
         return cls(owned, settled)
 
 
-def examine(
-    model: nn.Module,
-    loss_fn: Callable[[Any, Any], Tensor],
-    batch: Any,
-    parameters: Mapping[str, Tensor],
-    values: Mapping[str, Tensor],
-    random: RandomState,
-    rules: Rules,
-    uses: Sequence[object],
-    known: Container[str] = (),
-) -> Structure:
-    """Establish the structure of one kind of batch near the point ``values``, or say what is wrong with it.
+@dataclass(frozen=True)
+class Subject:
+    """What is examined: a model and its loss at one point, from one random state and one state of the model."""
 
-    ``uses`` is the log of the forward pass that is to be explained: weights whose perturbation takes another path
-    through the model, or leaves the finite numbers, are examined where they are. Parameters in ``known`` have been
-    used by other batches and may be unused here. Leaves parameters, buffers and gradients as they were; the caller
-    restores the random state.
+    model: nn.Module
+    loss_fn: Callable[[Any, Any], Tensor]
+    parameters: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]  # in the parameters' place, where given
+    random: RandomState
+    state: Snapshot | None
+    rules: Rules
+    uses: tuple[tuple[str, tuple[str, ...]], ...]  # the log of the forward pass that is to be explained
+
+    def here(self) -> dict[str, Tensor]:
+        """The weights at the point."""
+        return {name: self.values.get(name, p).detach() for name, p in self.parameters.items()}
+
+    @contextlib.contextmanager
+    def at(self, values: Mapping[str, Tensor], only: Container[str] | None = None) -> Iterator[Run]:
+        """Evaluations at ``values``; afterwards the model is as it was (with ``only``: as far as those names go)."""
+        with exchanged(self.parameters, values):
+            state = Snapshot(self.model, only, self.state)
+            try:
+                yield Run(self.model, self.loss_fn, self.parameters, self.random, state, self.rules)
+            finally:
+                state.restore()
+
+
+def examine(subject: Subject, batch: Any, known: Container[str] = (), watch: Watch | None = None) -> Structure:
+    """Establish the structure of one kind of batch near a point, or say what is wrong with it.
+
+    Weights whose perturbation takes another path through the model than ``subject.uses``, or leaves the finite
+    numbers, are examined where they are. Parameters in ``known`` have been used by other batches and may be unused
+    here; ``watch`` is that of a structure that differs in shapes alone. Leaves parameters and gradients as they were;
+    the caller restores the rest.
     """
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    here = {name: values.get(name, p).detach() for name, p in parameters.items()}
-    near = {name: _perturbed(value, generator) for name, value in here.items()}
-    with _restored_buffers(model) as buffers, _grads_kept(parameters), kernels_of_torch():
-        run = _Run(model, loss_fn, parameters, here, random, buffers, rules)
-        losses_B = run.plain(batch)
-        refuse_written(model, buffers)
-        finite = torch.isfinite(losses_B.detach())
-        moved = replace(run, values=near)
-        trace, losses_B = moved.traced(batch)
-        if trace.log == list(uses) and bool(torch.isfinite(losses_B.detach())[finite].all()):
-            run = moved
-        batch = _replaced_where(~finite, batch)
-        probe = _probe(run, batch, generator)
-        if bool(probe.bad_B.any()):  # finite losses, but gradients that are not
-            batch = _replaced_where(probe.bad_B, batch)
+    with grads_kept(subject.parameters), kernels_of_torch():
+        values, finite = _vantage(subject, batch, generator)
+        with subject.at(values) as run:
+            batch = _replaced_where(~finite, batch)
             probe = _probe(run, batch, generator)
-        run.compare(batch, probe, known)
-        _isolate(run, batch, len(losses_B), generator, max(1e-2, TOLERANCE[probe.precision]))
-        structure = Structure(dict(probe.settled))
-        if not all(settled.trusted for settled in probe.settled.values()):
-            structure.learn(_settled_with_one_less(run, batch, probe, generator))
+            if bool(probe.bad_B.any()):  # finite losses, but gradients that are not
+                batch = _replaced_where(probe.bad_B, batch)
+                probe = _probe(run, batch, generator)
+            _compare(run, batch, probe, known)
+            size = len(probe.losses_B)
+            draws = DRAWS if watch is None else DRAWS_AGAIN
+            run.refuse_counted(batch)
+            written = isolate(run, batch, size, probe.precision, generator, draws)
+            settled = dict(probe.settled)
+            structure = Structure(settled, watch or Watch(probe.precision), written)
+            if not all(found.trusted for found in settled.values()):
+                structure.learn(_settled_with_one_less(run, batch, probe, generator))
+    structure.watch.add(size)
     return structure
 
 
+def isolate_again(subject: Subject, batch: Any, structure: Structure, finite_B: Tensor, thorough: bool) -> None:
+    """Whether examples are still apart; if ``thorough``, what is written is established for that size as well.
+
+    What it picks comes from the operating system: a run's own randomness does not decide when it is looked at.
+    """
+    generator = torch.Generator().manual_seed(secrets.randbits(63))
+    size, watch = len(finite_B), structure.watch
+    batch = _replaced_where(~finite_B, batch)
+    with grads_kept(subject.parameters), kernels_of_torch():
+        if not thorough:
+            with subject.at(subject.here(), structure.written) as run:
+                look_again(run, batch, size, watch.precision, generator)
+            return
+        values, _ = _vantage(subject, batch, generator)
+        with subject.at(values) as run:
+            probe = _probe(run, batch, generator)
+            batch = _replaced_where(probe.bad_B, batch)
+            structure.written |= isolate(run, batch, size, watch.precision, generator, DRAWS_AGAIN)
+    watch.add(size)
+
+
+def _vantage(subject: Subject, batch: Any, generator: torch.Generator) -> tuple[Mapping[str, Tensor], Tensor]:
+    """Weights near the point, or at it if they would not do; which of the examples have a finite loss at it."""
+    here = subject.here()
+    with subject.at(here, here) as run:
+        losses_B = run.plain(batch)
+        finite = torch.isfinite(losses_B.detach())
+    near = {name: _perturbed(value, generator) for name, value in here.items()}
+    with subject.at(near, near) as run:
+        trace, losses_B = run.traced(batch)
+        fits = tuple(trace.log) == subject.uses and bool(torch.isfinite(losses_B.detach())[finite].all())
+    return (near if fits else here), finite
+
+
 def refuse_modules(model: nn.Module) -> None:
-    """Refuse what is known to mix examples before any data is seen."""
+    """Refuse, before any data is seen, what is known to mix examples or to keep data where it is released."""
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise GradientError(
+                f"{name}: has no shape yet (a lazy module); call the model once on made-up data of the right shape "
+                "before the optimizer is made",
+                [name],
+            )
     for name, module in model.named_modules():
+        if getattr(module.get_extra_state, "__func__", None) is not nn.Module.get_extra_state:
+            raise GradientError(
+                f"module {name or type(module).__name__}: has an extra state of its own (get_extra_state), which would "
+                "be saved with the weights whatever is in it; keep what should be saved in buffers"
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise GradientError(
                 f"module {name or type(module).__name__}: BatchNorm in training mode mixes the examples of a batch; "
@@ -227,87 +294,36 @@ class _Probe:
     precision: torch.dtype
 
 
-class _AsTraced(TorchFunctionMode):
-    """Changes nothing, but modules that ask whether a mode is active then take the path that they take when traced.
-
-    A frozen encoder in eval mode would else run in a fused kernel, which gives other numbers at padded positions.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class _Run:
-    """The model at perturbed weights, every time from the same random state and buffers."""
-
-    model: nn.Module
-    loss_fn: Callable[[Any, Any], Tensor]
-    parameters: Mapping[str, Tensor]
-    values: Mapping[str, Tensor]
-    random: RandomState
-    buffers: Mapping[str, Tensor]
-    rules: Rules
-
-    def reset(self) -> None:
-        self.random.restore()
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.buffers[name])
-
-    def plain(self, batch: Any) -> Tensor:
-        """The losses as the model computes them on its own, without any tracing."""
-        self.reset()
-        with _exchanged(self.parameters, self.values), torch.enable_grad(), _AsTraced():
-            return batches.checked_losses(self.loss_fn(self.model, batch))
-
-    def traced(self, batch: Any) -> tuple[Trace, Tensor]:
-        """The losses, and the trace that saw them computed."""
-        self.reset()
-        trace = Trace(self.parameters, self.values, batches.tensors(batch), self.rules)
-        return trace, trace.losses(self.loss_fn, self.model, batch)
-
-    def compare(self, batch: Any, probe: _Probe, known: Container[str]) -> None:
-        """The terms' weighted sums against plain autograd."""
-        self.reset()
-        weights_B = probe.weights_B
-        with _exchanged(self.parameters, self.values), torch.enable_grad():
-            with _AsTraced():
-                losses_B = batches.checked_losses(self.loss_fn(self.model, batch))
-            for p in self.parameters.values():
-                p.grad = None
-            (losses_B * weights_B.to(losses_B)).sum().backward()  # reentrant checkpointing refuses grad()
-            grads = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
-        exact = {name: g.to_dense() if g.is_sparse else g for name, g in grads.items()}
-        tolerance = TOLERANCE[probe.precision]
-        if not torch.allclose(losses_B, probe.losses_B, rtol=10 * tolerance, atol=tolerance):
+def _compare(run: Run, batch: Any, probe: _Probe, known: Container[str]) -> None:
+    """The terms' weighted sums against plain autograd."""
+    outcome = run.outcome(batch, probe.weights_B)
+    exact, tolerance = outcome.grads, TOLERANCE[probe.precision]
+    if not torch.allclose(outcome.losses_B, probe.losses_B, rtol=10 * tolerance, atol=tolerance):
+        raise GradientError(
+            "the losses change from one evaluation to the next with the same random state, so the two points of "
+            "DiSK could not share dropout masks; draw randomness from torch's, numpy's or Python's global generator"
+        )
+    unused = [name for name in run.parameters if name not in exact and name not in known]
+    if unused:
+        raise GradientError(
+            f"{_listed(unused)}: trainable, but the loss does not depend on it; use it in the forward pass or "
+            "freeze it with requires_grad_(False)",
+            unused,
+        )
+    whole = torch.stack([g.double().norm() for g in exact.values()]).norm().item()
+    for name, gradient in exact.items():
+        mine = probe.sums.get(name)
+        error = (gradient.double() - (0 if mine is None else mine.double())).norm().item()
+        if not error <= tolerance * max(gradient.double().norm().item(), NEGLIGIBLE * whole):
             raise GradientError(
-                "the losses change from one evaluation to the next with the same random state, so the two points of "
-                "DiSK could not share dropout masks; draw randomness from torch's, numpy's or Python's global generator"
+                f"{name}: its per-example gradients do not add up to autograd's gradient (relative error "
+                f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen, "
+                "or a rule of yours is wrong. Write that use with ordinary torch operations, or correct the rule",
+                [name],
             )
-        unused = [name for name in self.parameters if name not in exact and name not in known]
-        if unused:
-            raise GradientError(
-                f"{_listed(unused)}: trainable, but the loss does not depend on it; use it in the forward pass or "
-                "freeze it with requires_grad_(False)",
-                unused,
-            )
-        whole = torch.stack([g.double().norm() for g in exact.values()]).norm().item()
-        for name, gradient in exact.items():
-            mine = probe.sums.get(name)
-            error = (gradient.double() - (0 if mine is None else mine.double())).norm().item()
-            if not error <= tolerance * max(gradient.double().norm().item(), NEGLIGIBLE * whole):
-                raise GradientError(
-                    f"{name}: its per-example gradients do not add up to autograd's gradient (relative error "
-                    f"{error / max(gradient.double().norm().item(), 1e-300):.1e}), so some use of it was not seen, "
-                    "or a rule of yours is wrong. Write that use with ordinary torch operations, or correct the rule",
-                    [name],
-                )
 
 
-def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
+def _probe(run: Run, batch: Any, generator: torch.Generator) -> _Probe:
     """Owners measured on one traced forward pass, and the terms' weighted sums."""
     trace, losses_B = run.traced(batch)
     uses = tuple(trace.log)
@@ -331,7 +347,7 @@ def _probe(run: _Run, batch: Any, generator: torch.Generator) -> _Probe:
     return _Probe(ownership.settled, uses, bad_B, losses_B.detach(), weights_B, sums, precision)
 
 
-def _settled_with_one_less(run: _Run, batch: Any, probe: _Probe, generator: torch.Generator) -> Mapping[int, Settled]:
+def _settled_with_one_less(run: Run, batch: Any, probe: _Probe, generator: torch.Generator) -> Mapping[int, Settled]:
     """Ownership at a size that shares no divisor with the batch's; nothing if one example cannot be left out."""
     fewer = len(probe.losses_B) - 1
     try:
@@ -341,77 +357,6 @@ def _settled_with_one_less(run: _Run, batch: Any, probe: _Probe, generator: torc
         return Ownership.measure(trace, losses_B, probe_exponents(fewer, generator)).settled
     except (DiskDPError, RuntimeError, IndexError, ValueError, TypeError):
         return {}
-
-
-def _isolate(run: _Run, batch: Any, batch_size: int, generator: torch.Generator, tolerance: float) -> None:
-    """Replace each half of the examples by the other; drop each half. Nobody else, and no buffer, may notice.
-
-    With another batch size, kernels round in other ways: ``tolerance`` is what that may make.
-    """
-    if batch_size < 2:
-        return
-    before = run.plain(batch).detach()
-    with WithoutDropout():  # another batch size would see other masks
-        still = run.plain(batch).detach()
-    draws = not torch.equal(torch.get_rng_state(), run.random.cpu)  # other randomness, which cannot be stilled
-    buffers = {name: b.clone() for name, b in run.model.named_buffers()}
-    order = torch.randperm(batch_size, generator=generator)
-    halves = order[: batch_size // 2], order[batch_size // 2 :]
-    for kept, changed in (halves, halves[::-1]):
-        by = kept[torch.arange(len(changed)) % len(kept)]
-        for axis in (0, 1):  # tensors whose first two axes both have the batch's length leave a doubt
-            other, count = batches.replace_examples(batch, batch_size, changed, by, axis)
-            if count == 0:
-                raise GradientError(
-                    "no part of the batch could be told apart by example, so it cannot be checked that examples do not "
-                    "mix; let the batch be tensors, or mappings, sequences or objects of tensors"
-                )
-            try:
-                after = run.plain(other).detach()
-            except (RuntimeError, IndexError, ValueError) as error:
-                if axis == 0:
-                    continue
-                raise GradientError(
-                    f"the forward pass fails when examples of the batch are replaced by others of it ({error}), so it "
-                    "cannot be checked that examples do not mix; let every row of the batch's tensors belong to one "
-                    "example (no offsets into others, no order of lengths)"
-                ) from error
-            for name, buffer in run.model.named_buffers():
-                if not torch.equal(buffer.nan_to_num(), buffers[name].nan_to_num()):
-                    raise GradientError(
-                        f"buffer {name} is computed from the batch: it would store un-noised data in the model; "
-                        "set track_running_stats=False, or put that module in eval mode"
-                    )
-            if _same(before[kept.to(before.device)], after[kept.to(before.device)], 1e-5, before):
-                break
-        else:
-            raise _mixing("are replaced")
-        if not draws:
-            try:
-                with WithoutDropout():
-                    alone = run.plain(batches.select_examples(batch, batch_size, kept)).detach()
-            except GradientError:
-                raise
-            except (RuntimeError, IndexError, ValueError, TypeError) as error:
-                if out_of_memory(error):
-                    raise
-                continue  # something of the batch's length that is not an example axis: this probe says nothing
-            if len(alone) == len(kept) and not _same(still[kept.to(still.device)], alone, tolerance, still):
-                raise _mixing("are left out")
-
-
-def _same(a: Tensor, b: Tensor, tolerance: float, scale: Tensor) -> bool:
-    """Equal up to rounding, on the scale of all losses."""
-    size = float(scale.abs().nan_to_num(0.0, 0.0, 0.0).max())
-    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * 0.1 * size, equal_nan=True)
-
-
-def _mixing(what: str) -> GradientError:
-    return GradientError(
-        f"the loss of one example changes when other examples of the batch {what}, so one example's data reaches "
-        "another's gradient; remove what looks across the batch (batch statistics, contrastive terms, normalisation "
-        "of the inputs over the batch, division by the batch's length)"
-    )
 
 
 def _replaced_where(bad_B: Tensor, batch: Any) -> Any:
@@ -427,43 +372,6 @@ def _perturbed(parameter: Tensor, generator: torch.Generator) -> Tensor:
     scale = max(0.02, 0.05 * float(parameter.detach().double().square().mean().sqrt().nan_to_num(0.0)))
     noise = torch.randn(parameter.shape, generator=generator) * scale
     return parameter.detach() + noise.to(parameter)
-
-
-@contextlib.contextmanager
-def _exchanged(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """The parameters hold ``values``' tensors inside, and the very tensors they held before afterwards."""
-    held = {name: p.data for name, p in parameters.items()}
-    try:
-        for name, p in parameters.items():
-            p.data = values[name]
-        yield
-    finally:
-        for name, p in parameters.items():
-            p.data = held[name]
-
-
-@contextlib.contextmanager
-def _grads_kept(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Parameters without gradients inside, and with the gradients they had before afterwards."""
-    held = {name: p.grad for name, p in parameters.items()}
-    try:
-        for p in parameters.values():
-            p.grad = None
-        yield
-    finally:
-        for name, p in parameters.items():
-            p.grad = held[name]
-
-
-@contextlib.contextmanager
-def _restored_buffers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    saved = {name: b.clone() for name, b in model.named_buffers()}
-    try:
-        yield saved
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(saved[name])
 
 
 def _refuse_hidden(losses_B: Tensor, parameters: Mapping[str, Tensor]) -> None:

@@ -251,7 +251,7 @@ class Trace(TorchFunctionMode):
                 self.rules.guards[func](Call(self, func, args, kwargs))
             if func is torch.Tensor.requires_grad_ or func == _SET_REQUIRES_GRAD:
                 self.opened += [t for t in touched if not t.requires_grad]
-            if func in _BACKWARD:
+            if func in BACKWARD:
                 if self._sink is None and kwargs.get("create_graph"):
                     raise GradientError(
                         f"{func.__name__} with create_graph=True inside the loss: a second derivative's uses of the "
@@ -262,7 +262,7 @@ class Trace(TorchFunctionMode):
                     return without_override(func)(*args, **kwargs)
             return self._run_on_data(func, touched, args, kwargs)
         call = Call(self, func, args, kwargs)
-        if func in _BACKWARD:
+        if func in BACKWARD:
             if self._sink is None:
                 raise call.refuse("differentiates inside the loss, which cannot be seen; take that gradient outside")
             raise call.refuse(
@@ -504,7 +504,7 @@ def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-_BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
+BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 _READING = frozenset({"__getitem__", "index_select", "gather", "take_along_dim"})
