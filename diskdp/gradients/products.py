@@ -107,7 +107,7 @@ def gram_products(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def add_products(a_BPT: Tensor, b_BDT: Tensor, scale: float, onto_BPD: Tensor) -> None:
     """Add scale · a_i b_iᵀ to each example's matrix."""
-    if a_BPT.shape[1] * b_BDT.shape[1] * b_BDT.shape[2] >= 2 * _WORTH_A_CALL and _served(a_BPT):
+    if a_BPT.shape[1] * b_BDT.shape[1] * b_BDT.shape[2] >= _WORTH_A_CALL // 2 and _served(a_BPT):
         for a, b, total in zip(a_BPT.unbind(), b_BDT.unbind(), onto_BPD.unbind()):
             total.add_(_times_transposed(a, b), alpha=scale)
     else:
