@@ -21,7 +21,7 @@ _BLOCK = 1024  # numbers whose squares may be added up one after the other: 1e-7
 # Below so many multiply-adds a call of oneDNN costs more than it saves; measured at 12 µs a call.
 _WORTH_A_CALL = 2**20
 _OWN_KERNELS = ContextVar("own kernels", default=True)
-_AT_ONCE = 2**22  # numbers of a product that is then added to another: larger ones leave the cache
+_AT_ONCE = 2**19  # numbers of a product that is then added to another: what stays in the cache
 
 
 @contextmanager
