@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import cmp_to_key
 from pathlib import Path
 from typing import Any
 
@@ -654,3 +655,122 @@ def test_what_a_seed_has_touched_stays_marked() -> None:
     assert not unseeded.reproducible
     unseeded.load_state_dict(seeded.state_dict())
     assert unseeded.reproducible
+
+
+# --- orders and layouts that shapes do not tell -----------------------------------------------------------------------
+
+ORDERS: dict[str, Any] = {
+    "floating numbers that leave": lambda x, _: sorted(range(len(x)), key=lambda i: x[i, 0].item()),
+    "a list of floating numbers": lambda x, _: [i for _, i in sorted((v, i) for i, v in enumerate(x[:, 0].tolist()))],
+    "numpy": lambda x, _: np.argsort(np.asarray((x[:, 0] * 100).long())).tolist(),
+    "comparisons": lambda x, _: sorted(range(len(x)), key=cmp_to_key(lambda i, j: -1 if x[i, 0] < x[j, 0] else 1)),
+    "a tuple in the batch": lambda x, order: list(order),
+    "a constant tensor made of it": lambda x, order: torch.tensor(order),
+    "sorting": lambda x, _: x[:, 0].sort().indices,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_orders_that_python_has_seen(name: str) -> None:
+    """A batch in order settles nothing for one that is not: the second is refused, never taken for the first."""
+    torch.manual_seed(4)
+    model = nn.ModuleDict({"inner": nn.Linear(6, 5), "head": nn.Linear(5, 4)})
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        order = ORDERS[name](batch[0], batch[2])
+        back = np.argsort(np.asarray(order)).tolist()
+        h = torch.tanh(model["inner"](batch[0][order]))
+        return F.cross_entropy(model["head"](h)[back], batch[1], reduction="none")
+
+    x, y = torch.arange(6.0)[:, None] + torch.randn(6, 6) * 0.1, torch.randint(0, 4, (6,))
+    clipped_gradient(model, (x, y, tuple(range(6))), loss)
+    for _ in range(3):
+        with pytest.raises(GradientError):
+            clipped_gradient(model, (x.flip(0), y, tuple(range(5, -1, -1))), loss)
+
+
+class Switched(nn.Module):
+    """The same operations on parameters, on rows in one order or in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.other = nn.Linear(4, 3), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, length = x.shape[:2]
+        if self.other:
+            h = self.inner(x.transpose(0, 1).reshape(-1, 4)).view(length, count, 3).transpose(0, 1)
+        else:
+            h = self.inner(x.reshape(-1, 4)).view(count, length, 3)
+        return h.tanh().mean(1)
+
+
+def test_a_layout_that_changes_under_the_same_shapes() -> None:
+    torch.manual_seed(5)
+    model, x, y = Switched(), torch.randn(6, 5, 4), torch.randint(0, 3, (6,))
+    for model.other in (0, 1, 0, 1):
+        assert error(model, (x, y), classify, 0.05) < 1e-5
+
+
+@pytest.mark.parametrize("drawn", ["bernoulli", "randn_like", "lstm"])
+def test_division_by_the_batchs_length_beside_other_randomness(drawn: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(5, 6), "r": nn.LSTM(6, 6, 2, dropout=0.5, batch_first=True)})
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        h = model["a"](batch[0])
+        if drawn == "bernoulli":
+            h = h * torch.empty(len(h), 1, 1).bernoulli_(0.8)
+        elif drawn == "randn_like":
+            h = h + 0.1 * torch.randn_like(h)
+        h = model["r"](h)[0] if drawn == "lstm" else h + model["r"](h)[0].detach()
+        return h.square().mean((1, 2)) / len(h)
+
+    model["r"].requires_grad_(drawn == "lstm")
+    with pytest.raises(GradientError, match="left out"):
+        clipped_gradient(model, (torch.randn(12, 3, 5),), loss)
+
+
+def test_examples_that_only_mix_in_large_batches_of_a_new_length() -> None:
+    """Examined on a few of its examples, a new length is still looked at as a whole."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        h = model(batch[0])
+        return (h - h.mean(0) if h.shape[1] > 8 and len(h) > 16 else h - 0 * h).square().mean((1, 2))
+
+    found = Engine(nn.Linear(3, 4), loss)
+    found.gradients((torch.randn(32, 5, 3),), [(1.0, None)])
+    with pytest.raises(GradientError):
+        found.gradients((torch.randn(32, 12, 3),), [(1.0, None)])
+
+
+def test_data_written_in_the_backward_pass_is_taken_back() -> None:
+    class Kept(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("kept", torch.zeros(5))
+
+        def forward(self, input: Tensor) -> Tensor:
+            y = super().forward(input)
+            y.register_hook(lambda grad: grad + 0 * self.kept.copy_(input[0].detach()).sum())
+            return y
+
+    model = Kept()
+    with pytest.raises(GradientError):
+        clipped_gradient(model, (torch.randn(6, 5), torch.randint(0, 3, (6,))), classify)
+    assert not model.kept.any()
+
+
+def test_parameters_used_in_another_precision() -> None:
+    """Sums have the parameter's precision, whatever the model computed in."""
+    torch.manual_seed(0)
+    model = nn.ParameterDict({"w": nn.Parameter(torch.randn(4, 3)), "v": nn.Parameter(torch.randn(3).double())})
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        return ((batch[0].double() @ model["w"].double()).float() * model["v"].float()).square().sum(1)
+
+    plan = Plan(dataset_size=12, batch_size=6, steps=4, noise_multiplier=1.0, delta=1e-3)
+    private = privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=loss, microbatch_size=2)
+    for batch in private.loader(TensorDataset(torch.randn(12, 4))):
+        private.step(batch)
+    assert private.steps_charged == 4
+    assert (model["w"].dtype, model["v"].dtype) == (torch.float32, torch.float64)

@@ -317,6 +317,16 @@ def test_in_place_is_the_same_noise(threads):
     assert places == {name: total.data_ptr() for name, total in sums.items()}
 
 
+def test_noise_in_place_waits_for_noise_that_is_being_made():
+    """They share their buffers: a step that failed may have left its noise unfinished."""
+    noise, like = GaussianNoise(Secret.from_seed(1)), {"a": torch.zeros(3_000_000)}
+    expected = GaussianNoise(Secret.from_seed(1)).begin({"b": like["a"]}, 1.0, step=1).result()["b"]
+    unfinished, total = noise.begin(like, 1.0, step=0), torch.zeros(3_000_000)
+    noise.add_to({"b": total}, 1.0, step=1)
+    assert torch.equal(total, expected)
+    assert torch.equal(unfinished.result()["a"], GaussianNoise(Secret.from_seed(1)).begin(like, 1.0, 0).result()["a"])
+
+
 def test_in_place_needs_full_precision():
     with pytest.raises(NoiseError, match="float32"):
         GaussianNoise(Secret.from_seed(1)).add_to({"w": torch.zeros(3, dtype=torch.bfloat16)}, 1.0, 0)

@@ -196,3 +196,40 @@ def test_examination_rounds_as_the_model_does_on_its_own(monkeypatch: pytest.Mon
     model = nn.Sequential(nn.Linear(784, 1000), nn.ReLU(), nn.Linear(1000, 10))
     Engine(model, lambda m, x: m(x).square().sum(1)).gradients(torch.randn(16, 784), [(1.0, None)])
     assert examined == [True]
+
+
+BIASES: dict[str, Any] = {
+    "expanded": lambda p: torch.randn(1).expand(p),
+    "a column": lambda p: torch.randn(p, 2)[:, 0],
+    "every second": lambda p: torch.randn(2 * p)[::2],
+    "of one number": lambda p: torch.randn(1),
+    "without an axis": lambda p: torch.randn(()),
+    "a row": lambda p: torch.randn(1, p),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_onednn_would_misread(name: str) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(64, 128), torch.randn(256, 128), BIASES[name](256)
+    assert torch.allclose(products.linear(x, weight, bias), x @ weight.t() + bias, atol=1e-4)
+
+
+class Doubled(Tensor):
+    """A weight that stands for twice its numbers, as quantised ones stand for others."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 2 if func is nn.functional.linear else result
+
+
+def test_weights_of_other_kinds_compute_as_they_do() -> None:
+    x, weight = torch.randn(64, 128), torch.randn(256, 128)
+    doubled = weight.clone().as_subclass(Doubled)
+    assert torch.allclose(products.linear(x, doubled).as_subclass(Tensor), 2 * x @ weight.t(), atol=1e-4)
+    sparse = weight.to_sparse_csr()
+    assert torch.allclose(products.linear(x, sparse), x @ weight.t(), atol=1e-4)
+    vectorised = torch.func.vmap(lambda row: products.linear(row, weight))(x.view(2, 32, 128))
+    assert torch.allclose(vectorised.flatten(0, 1), x @ weight.t(), atol=1e-4)

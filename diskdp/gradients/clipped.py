@@ -57,7 +57,8 @@ class Clipped:
                 total = None if onto is None else onto[name]
                 terms = self._terms.pop(name)
                 if terms:
-                    sums[name] = weighted_sum(terms, factors_B * weight, total)
+                    dtype = self._zeros[name].dtype  # a model may compute in another one than its parameter's
+                    sums[name] = weighted_sum(terms, factors_B * weight, total).to(dtype)
                 else:
                     sums[name] = self._zeros[name].clone() if total is None else total
         return sums

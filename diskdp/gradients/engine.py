@@ -149,6 +149,8 @@ class Engine:
         marks = Marks.take(self.model, place.values)
         try:
             point = self._established(batch, place, state, marks, measure, isolated)
+            if point is not None:
+                self._refuse_writes(marks.changed(self.model) - point.written)
         except BaseException:
             if state is not None:
                 state.restore()
@@ -162,7 +164,6 @@ class Engine:
                 del state  # a copy of the model
             place.random.restore()
             return self._at(batch, place, measure, isolated=True)
-        self._refuse_writes(marks.changed(self.model) - point.written)
         return point
 
     def _established(
@@ -183,7 +184,7 @@ class Engine:
             raise GradientError("the forward pass writes into its batch; let it work on a copy (x = x.clone())")
         batch_size = len(losses_B)
         log = tuple(trace.log)
-        path = (log, tuple(parameters), place.settings, place.rules.edition)
+        path = (log, frozenset(trace.path), tuple(parameters), place.settings, place.rules.edition)
         key = (batches.signature(batch, batch_size), *path)
         first = kind not in self._examined.kinds
         if batch_size == 0 or (key not in structures and not bool(torch.isfinite(losses_B).any())):
@@ -209,7 +210,11 @@ class Engine:
                 if state is not None:
                     state.restore()
             place.random.restore()
-            found = examine(subject, examples, self._used, self._examined.watches.get(path))
+            whole = examples is batch
+            found = examine(subject, examples, self._used, self._examined.watches.get(path), whole)
+            if not whole:  # nor may the others notice each other
+                isolate_again(subject, batch, found, finite_B, thorough=False)
+                found.watch.add(batch_size)
             self._refuse_writes(written - found.written)
             while len(structures) >= MAX_STRUCTURES:
                 del structures[next(iter(structures))]

@@ -17,11 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from diskdp.errors import GradientError
+
 _BLOCK = 1024  # numbers whose squares may be added up one after the other: 1e-7 too low at most
 # Below so many multiply-adds a call of oneDNN costs more than it saves; measured at 12 µs a call.
 _WORTH_A_CALL = 2**20
+PLAIN = (Tensor, torch.nn.Parameter)  # subclasses may compute otherwise
 _OWN_KERNELS = ContextVar("own kernels", default=True)
 _AT_ONCE = 2**19  # numbers of a product that is then added to another: what stays in the cache
+
+
+def float32_precision() -> str:
+    """How precisely torch multiplies float32 matrices."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError as error:  # set in two ways that torch cannot reconcile
+        raise GradientError(
+            "the precision of float32 products was set by torch.backends' fp32_precision, which cannot be read back; "
+            'use torch.set_float32_matmul_precision("highest") alone'
+        ) from error
 
 
 @contextmanager
@@ -36,7 +50,7 @@ def full_precision() -> Iterator[None]:
     'medium'
     >>> torch.set_float32_matmul_precision("highest")
     """
-    matmul = torch.get_float32_matmul_precision()
+    matmul = float32_precision()
     convolutions = torch.backends.cudnn.allow_tf32
     if matmul == "highest" and not convolutions:
         yield
@@ -144,13 +158,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     True
     """
     fast = (
-        weight.dim() == 2
+        all(t is None or (type(t) in PLAIN and t.layout is torch.strided) for t in (input, weight, bias))
+        and weight.dim() == 2
         and input.dim() > 1
+        and input.shape[-1] == weight.shape[1]
         and input.numel() * len(weight) >= _WORTH_A_CALL
         and all(t is None or (_served(t) and not t.requires_grad) for t in (weight, bias))
         and _served(input)
-        and torch.get_float32_matmul_precision() == "highest"  # who allows less gets torch's own choice
+        # oneDNN reads a bias as so many numbers in a row, whatever its strides and shape
+        and (bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous()))
+        and float32_precision() == "highest"  # who allows less gets torch's own choice
         and not torch.is_autocast_enabled("cpu")
+        and torch._C._functorch.peek_interpreter_stack() is None  # no vmap or grad around
     )
     if not fast:
         return F.linear(input, weight, bias)

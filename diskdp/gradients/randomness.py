@@ -64,7 +64,7 @@ class RandomState:
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Dropout does nothing inside, although modules are in training mode.
+    """Dropout does nothing inside, although modules are in training mode; what else is drawn has one value.
 
     >>> with WithoutDropout():
     ...     F.dropout(torch.ones(3), 0.5)
@@ -77,6 +77,13 @@ class WithoutDropout(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _DROPOUT:
             return args[0] if args else kwargs["input"]
+        name = getattr(func, "__name__", "")
+        if name in _STILLED:
+            with torch.random.fork_rng():  # nothing counts as drawn
+                drawn = func(*args, **kwargs)
+            return drawn.fill_(_STILLED[name]) if not drawn.requires_grad else torch.full_like(drawn, _STILLED[name])
+        if name in _RECURRENT and any(type(a) is float for a in args):  # dropout between layers
+            args = tuple(0.0 if type(a) is float else a for a in args)
         if func is F.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**kwargs}
             if len(args) < 5:
@@ -91,3 +98,9 @@ _DROPOUT = frozenset(
     {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
     | {torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout}
 )
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+_STILLED = {
+    **dict.fromkeys(("bernoulli", "bernoulli_"), 1.0),
+    **dict.fromkeys(("rand", "rand_like", "uniform_"), 0.5),
+    **dict.fromkeys(("randn", "randn_like", "normal_"), 0.0),
+}

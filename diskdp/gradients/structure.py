@@ -50,6 +50,7 @@ class Settled:
     """The only layout that explains the gradients of one use, and what it was seen to explain."""
 
     layout: Layout
+    use: tuple[str, tuple[str, ...]]  # operation and parameters
     live: Tensor  # which of an example's rows on the layout's axis ever had a gradient
     divisor: int  # greatest common one of the batch sizes at which it was seen
 
@@ -83,16 +84,16 @@ class Structure:
         """Add what another batch of the kind has shown. Where it says otherwise, neither is kept."""
         for index, new in settled.items():
             old = self.settled.setdefault(index, new)
-            if old.layout != new.layout or old.live.shape != new.live.shape:
+            if (old.layout, old.use, old.live.shape) != (new.layout, new.use, new.live.shape):
                 del self.settled[index]
             elif old is not new:
                 live, divisor = old.live | new.live, math.gcd(old.divisor, new.divisor)
-                self.settled[index] = Settled(old.layout, live, divisor)
+                self.settled[index] = Settled(old.layout, old.use, live, divisor)
 
     def owner(self, use: Use, grad: Tensor, batch: int) -> Owner | None:
         """Who owns the rows of a gradient at a use; None if that has to be measured."""
         settled = self.settled.get(use.index)
-        if settled is None or not settled.trusted:
+        if settled is None or not settled.trusted or settled.use != (use.operation, use.targets):
             return None
         if settled.layout.copies(grad.shape, batch) != len(settled.live):
             raise GradientError(
@@ -164,7 +165,8 @@ class Ownership:
             owner = Owner(found[0], batch)
             owned.append((seen, owner))
             if len(found) == 1 and found[0].copies(seen.grad.shape, batch) is not None:
-                settled[index] = Settled(found[0], live_rows(owner, seen.grad), batch)
+                what = (seen.use.operation, seen.use.targets)
+                settled[index] = Settled(found[0], what, live_rows(owner, seen.grad), batch)
         return cls(owned, settled)
 
 
@@ -196,13 +198,15 @@ class Subject:
                 state.restore()
 
 
-def examine(subject: Subject, batch: Any, known: Container[str] = (), watch: Watch | None = None) -> Structure:
+def examine(
+    subject: Subject, batch: Any, known: Container[str] = (), watch: Watch | None = None, whole: bool = True
+) -> Structure:
     """Establish the structure of one kind of batch near a point, or say what is wrong with it.
 
     Weights whose perturbation takes another path through the model than ``subject.uses``, or leaves the finite
     numbers, are examined where they are. Parameters in ``known`` have been used by other batches and may be unused
-    here; ``watch`` is that of a structure that differs in shapes alone. Leaves parameters and gradients as they were;
-    the caller restores the rest.
+    here; ``watch`` is that of a structure that differs in shapes alone; ``whole`` says that these are all examples of a
+    batch. Leaves parameters and gradients as they were; the caller restores the rest.
     """
     generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     with grads_kept(subject.parameters), kernels_of_torch():
@@ -222,7 +226,8 @@ def examine(subject: Subject, batch: Any, known: Container[str] = (), watch: Wat
             structure = Structure(settled, watch or Watch(probe.precision), written)
             if not all(found.trusted for found in settled.values()):
                 structure.learn(_settled_with_one_less(run, batch, probe, generator))
-    structure.watch.add(size)
+    if whole:
+        structure.watch.add(size)
     return structure
 
 
@@ -263,6 +268,8 @@ def _vantage(subject: Subject, batch: Any, generator: torch.Generator) -> tuple[
 def refuse_modules(model: nn.Module) -> None:
     """Refuse, before any data is seen, what is known to mix examples or to keep data where it is released."""
     for name, p in model.named_parameters():
+        if p.is_complex() and p.requires_grad:
+            raise GradientError(f"{name}: complex parameters cannot be trained; keep real and imaginary parts", [name])
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise GradientError(
                 f"{name}: has no shape yet (a lazy module); call the model once on made-up data of the right shape "

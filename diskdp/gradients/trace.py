@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -192,6 +193,8 @@ class Trace(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.rules = rules
+        self.path: set[object] = set()  # operations that ran, with the axes that they moved
+        self._tests = 0  # how often Python asked whether data is true
         self._picked: set[int] = set()  # lengths of the axes that the data picked from; 0 if it picked any places
         self.dtypes: set[torch.dtype] = set()  # of whatever was computed on the way to the losses
         self.opened: list[Tensor] = []  # tensors made trainable inside the loss: they end with it
@@ -244,6 +247,7 @@ class Trace(TorchFunctionMode):
         kwargs = kwargs or {}
         touched, sources = list(flat_tensors(args, kwargs)), self.sources
         name = getattr(func, "__name__", "")
+        self.path.add((name, _axes(args[1:], kwargs)) if name in _MOVING else name)
         if name in _PICKING:
             self._note_picks(name, args, kwargs)
         if not any(id(t) in sources for t in touched):
@@ -276,7 +280,8 @@ class Trace(TorchFunctionMode):
             if attribute not in _DIFFERENTIABLE_ATTRIBUTES:
                 return func(*(replaced(args, call.value) if attribute == "data" else args), **kwargs)
         if not torch.is_grad_enabled():  # as autograd would: no gradient through here
-            return func(*replaced(args, call.value), **replaced(kwargs, call.value))
+            others = [t for t in touched if id(t) not in sources]
+            return self._run_on_data(func, others, tuple(replaced(args, call.value)), replaced(kwargs, call.value))
         if func is torch.Tensor.detach:
             return call.value(args[0])
         if func in _SHAPE_OF_DATA and id(args[0]) not in sources:  # data takes a parameter's shape or dtype
@@ -293,7 +298,7 @@ class Trace(TorchFunctionMode):
         return self.rules.fallback(call)
 
     def _run_on_data(self, func: Any, touched: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = self.rules.faster.get(func, func)(*args, **kwargs)
+        result = func(*args, **kwargs) if kwargs else self.rules.faster.get(func, func)(*args)
         outputs = [result] if isinstance(result, Tensor) else list(flat_tensors((result,), {}))
         unmarked = []
         for tensor in outputs:
@@ -352,25 +357,38 @@ class Trace(TorchFunctionMode):
     def _note_picks(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the lengths of axes of data that are picked from by numbers that are data themselves."""
         target = args[0] if args else kwargs.get("input")
-        others = args[1:2] if name == "__setitem__" else args[1:]
-        numbers = [t for t in flat_tensors(others, kwargs) if not t.is_floating_point() and self.is_data(t)]
         if not isinstance(target, Tensor):
             return
+        data = self.is_data(target) and id(target) not in self.sources
+        numbers = [t for t in flat_tensors(args[1:], kwargs) if not t.is_floating_point() and self.is_data(t)]
+        axis = kwargs.get("dim", args[1] if len(args) > 1 and isinstance(args[1], int) else None)
         if name in _LEAVING:
-            if self.is_data(target) and not target.is_floating_point():
+            self._tests += data
+            if data and (name != "__bool__" or self._tests > _FEW_TESTS):
                 self._picked.add(0)
         elif name in _UNEVEN:
-            if (self.is_data(target) or numbers) and (name != "where" or len(args) + len(kwargs) == 1):
+            if (data or numbers) and (name != "where" or len(args) + len(kwargs) == 1):
                 self._picked.add(0)
+        elif name in _SORTING:
+            if data and target.dim():
+                self._picked.add(target.shape[-1 if axis is None or name == "topk" else axis])
+                self._picked.update([target.shape[args[2]]] if name == "topk" and len(args) > 2 else [])
+        elif name == "embedding":  # numbers look up rows of a table
+            table = args[1] if len(args) > 1 else kwargs.get("weight")
+            if isinstance(table, Tensor) and self.is_data(table) and id(table) not in self.sources:
+                self._picked.add(len(table))
+        elif name in _CUTTING:
+            sizes = args[1] if len(args) > 1 else None
+            if data and isinstance(sizes, (list, tuple)):
+                self._picked.add(target.shape[kwargs.get("dim", args[2] if len(args) > 2 else 0)])
         elif name == "__getitem__":  # numbers looked up in a constant table stay in their places, a mask leaves gaps
-            self._picked.update(
-                length for length in self._indexed(target, args[1]) if length == 0 or self.is_data(target)
-            )
-        elif numbers and name in _WRITING:
-            self._picked.add(0)
-        elif numbers and self.is_data(target):
-            axis = kwargs.get("dim", args[1] if len(args) > 1 else None)
-            self._picked.add(target.shape[axis] if isinstance(axis, int) and target.dim() else 0)
+            self._picked.update(length for length in self._indexed(target, args[1]) if data or length == 0)
+        elif name in _WRITING:
+            others = args[1:2] if name == "__setitem__" else args[1:]
+            if any(not t.is_floating_point() and self.is_data(t) for t in flat_tensors(others, kwargs)):
+                self._picked.add(0)
+        elif numbers and data:
+            self._picked.add(target.shape[axis] if axis is not None and target.dim() else 0)
 
     def _indexed(self, target: Tensor, index: Any) -> Iterator[int]:
         """Lengths of the axes that ``target[index]`` picks from by data."""
@@ -379,10 +397,14 @@ class Trace(TorchFunctionMode):
             if part is Ellipsis:
                 axis = target.dim() - sum(_axes_taken(p) for p in parts[number + 1 :])
                 continue
-            if isinstance(part, Tensor) and self.is_data(part):
-                yield target.shape[axis] if part.dtype in (torch.int32, torch.int64) else 0
-            elif any(self.is_data(t) for t in flat_tensors([part], {}) if t is not part):  # numbers in a list
-                yield 0
+            if isinstance(part, Tensor) and part.dtype in (torch.int32, torch.int64):
+                if self.is_data(part) or not _in_order(part, target.shape[axis]):  # Python may have had the order
+                    yield target.shape[axis]
+            elif isinstance(part, Tensor):
+                if self.is_data(part):
+                    yield 0
+            elif isinstance(part, (list, np.ndarray)):
+                yield target.shape[axis]
             axis += _axes_taken(part)
 
     def is_data(self, tensor: Tensor) -> bool:
@@ -421,6 +443,20 @@ def _view_kind(call: Call, output: Tensor, base: Source) -> str:
     if output.dim() >= value.dim() and _expands(value, output):
         return "broadcast"
     return "other"
+
+
+def _axes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[object, ...]:
+    """The whole numbers among the arguments."""
+    found: list[object] = []
+    for value in (*args, *kwargs.values()):
+        found += [value] if isinstance(value, int) else _axes(tuple(value), {}) if type(value) in (list, tuple) else []
+    return tuple(found)
+
+
+def _in_order(numbers: Tensor, length: int) -> bool:
+    """Whether constant row numbers are 0, 1, 2 ...: each row stays where it is."""
+    flat = numbers.reshape(-1)
+    return len(flat) == length and bool(torch.equal(flat, torch.arange(length, device=flat.device, dtype=flat.dtype)))
 
 
 def _axes_taken(index: Any) -> int:
@@ -507,16 +543,25 @@ def without_override(func: Callable[..., Any]) -> Callable[..., Any]:
 BACKWARD = frozenset({torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward})
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _DIFFERENTIABLE_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-_READING = frozenset({"__getitem__", "index_select", "gather", "take_along_dim"})
+_READING = frozenset({"__getitem__", "index_select", "gather", "take_along_dim", "embedding"})
 _UNEVEN = frozenset(
-    {"masked_select", "nonzero", "argwhere", "where", "take", "repeat_interleave", "pack_padded_sequence"}
+    {"masked_select", "nonzero", "argwhere", "where", "take", "repeat_interleave", "pack_padded_sequence", "put"}
+    | {"put_", "index_reduce", "index_reduce_"}
 )
-_LEAVING = frozenset({"tolist", "item", "numpy", "__int__", "__index__"})  # whole numbers that Python may slice by
+_SORTING = frozenset({"sort", "topk", "msort", "kthvalue"})
+_CUTTING = frozenset({"split", "split_with_sizes", "tensor_split"})
+# numbers of data that Python may slice, sort and choose by
+_LEAVING = frozenset({"tolist", "item", "numpy", "__array__", "__int__", "__index__", "__float__", "__bool__"})
+_FEW_TESTS = 4  # answers that choose a path, as masks do, and not an order
 _WRITING = frozenset(
     {"__setitem__", "index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "scatter"}
-    | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "masked_scatter", "masked_scatter_"}
+    | {"scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "masked_scatter"}
+    | {"masked_scatter_"}
 )
-_PICKING = _READING | _UNEVEN | _LEAVING | _WRITING
+_PICKING = _READING | _UNEVEN | _SORTING | _CUTTING | _LEAVING | _WRITING
+_MOVING = frozenset(
+    {"transpose", "transpose_", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "flip", "roll", "rot90"}
+)
 _IN_PLACE_OPERATORS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"})
 # operations whose second argument lends its shape, dtype or device alone
 _SHAPE_OF_DATA = frozenset({torch.Tensor.expand_as, torch.Tensor.view_as, torch.Tensor.type_as, torch.Tensor.to})

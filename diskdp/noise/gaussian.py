@@ -76,7 +76,8 @@ class GaussianNoise:
         if std == 0:
             return
         here = {name: t for name, t in sums.items() if t.device.type == "cpu" and t.is_contiguous()}
-        self._write({name: t.detach() for name, t in here.items()}, std, step, adding=True)
+        # in the thread that may still be busy with an abandoned step's noise: they share their buffers
+        self._thread().submit(self._write, {name: t.detach() for name, t in here.items()}, std, step, True).result()
         elsewhere = {name: t for name, t in sums.items() if name not in here}
         if elsewhere:
             for name, noise in self.begin(elsewhere, std, step).result().items():
@@ -93,11 +94,14 @@ class GaussianNoise:
         """
         if not 0 < std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and positive")
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, "diskdp-noise")
         # allocated here: torch's profiler, which counts memory, does not see other threads
         drawn = {name: torch.empty(t.shape, dtype=_result_dtype(t)) for name, t in like.items()}
-        return self._background.submit(self._write, drawn, std, step, False)
+        return self._thread().submit(self._write, drawn, std, step, False)
+
+    def _thread(self) -> ThreadPoolExecutor:
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, "diskdp-noise")
+        return self._background
 
     def _write(self, tensors: dict[str, Tensor], std: float, step: int, adding: bool) -> dict[str, Tensor]:
         """Fill the tensors with noise, or add it to what they hold."""

@@ -72,13 +72,12 @@ def addmm(call: Call) -> Tensor:
     return call.tap(output, [weight_source, bias_source], [left] if weight_source is not None else [], build)
 
 
-def _plus_product(
-    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
-) -> Tensor:
+def _plus_product(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`torch.addmm`, faster where the matrix and the bias need no gradient."""
-    if beta == alpha == 1 and input.shape == mat2.shape[1:] and out is None:
-        return products.linear(mat1, mat2.t(), input)
-    return torch.addmm(input, mat1, mat2, beta=beta, alpha=alpha, out=out)
+    plain = all(type(t) in products.PLAIN for t in (bias, left, right))
+    if plain and beta == alpha == 1 and left.dim() == 2 and bias.shape == right.shape[1:]:
+        return products.linear(left, right.t(), bias)
+    return torch.addmm(bias, left, right, beta=beta, alpha=alpha)
 
 
 def bilinear(call: Call) -> Tensor:
