@@ -32,19 +32,10 @@ def convolution(call: Call) -> Tensor:
     convolve = (F.conv1d, F.conv2d, F.conv3d)[space - 1]
     output = convolve(x, call.value(weight), call.value(bias), stride, padding, dilation, groups)
 
-    def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
-        if owner.layout.axis != 0:
-            raise call.refuse("the examples are not on the convolution's batch axis, so its positions mix them")
-        terms: list[tuple[Source, Term]] = []
-        grad = owner.by_example(grad).flatten(0, 1)
-        if weight_source is not None:
-            images = owner.by_example(saved[0]).flatten(0, 1)
-            terms.append((weight_source, Conv(images, grad, owner.batch, shape)))
-        if bias_source is not None:
-            terms.append((bias_source, Direct(grad.unflatten(0, (owner.batch, -1)).flatten(3).sum((1, 3)))))
-        return terms
+    def term(images: Tensor, grad: Tensor, batch: int) -> Conv:
+        return Conv(images, grad, batch, shape)
 
-    return call.tap(output, [weight_source, bias_source], [x] if weight_source is not None else [], build)
+    return _tapped(call, output, x, weight_source, bias_source, term)
 
 
 def transposed_convolution(call: Call) -> Tensor:
@@ -68,6 +59,22 @@ def transposed_convolution(call: Call) -> Tensor:
     convolve = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[space - 1]
     output = convolve(x, call.value(weight), call.value(bias), stride, padding, added, groups, dilation)
 
+    def term(images: Tensor, grad: Tensor, batch: int) -> Conv:
+        return Conv(grad, images, batch, shape)
+
+    return _tapped(call, output, x, weight_source, bias_source, term)
+
+
+def _tapped(
+    call: Call,
+    output: Tensor,
+    x: Tensor,
+    weight_source: Source | None,
+    bias_source: Source | None,
+    term: Callable[[Tensor, Tensor, int], Conv],
+) -> Tensor:
+    """The output, watched; ``term`` makes the weight's term of images, output gradient and number of examples."""
+
     def build(saved: Sequence[Tensor], grad: Tensor, owner: Owner) -> list[tuple[Source, Term]]:
         if owner.layout.axis != 0:
             raise call.refuse("the examples are not on the convolution's batch axis, so its positions mix them")
@@ -75,7 +82,7 @@ def transposed_convolution(call: Call) -> Tensor:
         grad = owner.by_example(grad).flatten(0, 1)
         if weight_source is not None:
             images = owner.by_example(saved[0]).flatten(0, 1)
-            terms.append((weight_source, Conv(grad, images, owner.batch, shape)))
+            terms.append((weight_source, term(images, grad, owner.batch)))
         if bias_source is not None:
             terms.append((bias_source, Direct(grad.unflatten(0, (owner.batch, -1)).flatten(3).sum((1, 3)))))
         return terms
