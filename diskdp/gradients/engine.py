@@ -143,12 +143,13 @@ class Engine:
 
     def _at(self, batch: Any, place: _Place, measure: bool = False, isolated: bool = False) -> _AtPoint:
         """One point. ``measure``: owners of rows are measured on this very batch; ``isolated``: it was looked at."""
-        known = (place.settings, tuple(place.parameters), batches.kind(batch)) in self._examined.kinds
+        kind = (place.settings, tuple(place.parameters), batches.kind(batch))
+        known = kind in self._examined.kinds
         only = self._examined.written if known else None
         state = Snapshot(self.model, only) if only or not known else None
         marks = Marks.take(self.model, place.values)
         try:
-            point = self._established(batch, place, state, marks, measure, isolated)
+            point = self._established(batch, place, kind, state, marks, measure, isolated)
             if point is not None:
                 self._refuse_writes(marks.changed(self.model) - point.written)
         except BaseException:
@@ -167,10 +168,16 @@ class Engine:
         return point
 
     def _established(
-        self, batch: Any, place: _Place, state: Snapshot | None, marks: Marks, measure: bool, isolated: bool
+        self,
+        batch: Any,
+        place: _Place,
+        kind: object,
+        state: Snapshot | None,
+        marks: Marks,
+        measure: bool,
+        isolated: bool,
     ) -> _AtPoint | None:
         """One forward and backward pass; None, and nothing else, if that batch had to be examined first."""
-        kind = (place.settings, tuple(place.parameters), batches.kind(batch))
         parameters, structures = place.parameters, self._examined.structures
         data = list(batches.tensors(batch))
         if any(t.is_nested for t in data):
@@ -183,8 +190,8 @@ class Engine:
         if versions != [t._version for t in data]:
             raise GradientError("the forward pass writes into its batch; let it work on a copy (x = x.clone())")
         batch_size = len(losses_B)
-        log = tuple(trace.log)
-        path = (log, frozenset(trace.path), tuple(parameters), place.settings, place.rules.edition)
+        log, operations = tuple(trace.log), frozenset(trace.path)
+        path = (log, operations, tuple(parameters), place.settings, place.rules.edition)
         key = (batches.signature(batch, batch_size), *path)
         first = kind not in self._examined.kinds
         if batch_size == 0 or (key not in structures and not bool(torch.isfinite(losses_B).any())):
@@ -206,7 +213,7 @@ class Engine:
             if state is not None:
                 state.restore()
             if family in self._examined.families:
-                examples = self._few(batch, finite_B, place, log)
+                examples = self._few(batch, finite_B, place, log, operations)
                 if state is not None:
                     state.restore()
             place.random.restore()
@@ -307,7 +314,9 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _few(self, batch: Any, finite_B: Tensor, place: _Place, log: tuple[object, ...]) -> Any:
+    def _few(
+        self, batch: Any, finite_B: Tensor, place: _Place, log: tuple[object, ...], operations: frozenset[object]
+    ) -> Any:
         """A few of the batch's examples if they take the same path, which costs less to examine; else all of them."""
         batch_size, finite = len(finite_B), finite_B.nonzero().flatten()
         for count in _FEW:
@@ -319,7 +328,8 @@ class Engine:
             place.random.restore()
             trace = Trace(place.parameters, place.values, batches.tensors(few), place.rules)
             try:
-                same = len(trace.losses(self.loss_fn, self.model, few)) == count and tuple(trace.log) == log
+                same = len(trace.losses(self.loss_fn, self.model, few)) == count
+                same = same and tuple(trace.log) == log and trace.path == operations
             except (GradientError, RuntimeError, IndexError, ValueError, TypeError):
                 break  # something of the batch's length that is not an example axis
             if same:
