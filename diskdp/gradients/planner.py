@@ -146,7 +146,7 @@ def _conv_methods(terms: list[Conv], size: float, held: float) -> list[Method]:
     pairs = count * (count + 1) / 2
     gram = pairs * (inputs**2 * conv.input.shape[1] + outputs**2 * (filters + shifts))
     return [
-        _by_gradients("patches", by_patches, summed, size, held, patches + size),
+        _by_gradients("patches", by_patches, summed, size, held, size),
         _by_gradients("grouped", (27.0 if large else 2.5) * macs, summed, size, held, size * images),
         Method("pixel-gram", gram + summed, groups * (inputs**2 + 2.0 * outputs**2)),
     ]
