@@ -2,5 +2,6 @@
 
 from diskdp.noise.gaussian import GaussianNoise
 from diskdp.noise.keys import Keystream, Secret
+from diskdp.noise.secure import SecureNoise
 
-__all__ = ["GaussianNoise", "Keystream", "Secret"]
+__all__ = ["GaussianNoise", "Keystream", "Secret", "SecureNoise"]

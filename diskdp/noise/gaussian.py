@@ -18,6 +18,7 @@ Results may differ in the last place between processors (vector instructions), n
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ Kind = np.dtype[Any]
 
 BLOCK_PAIRS = 1 << 16  # worked on at once: 1.5 MB of buffers, and the overhead of calls stays below 1%
 _PAIRS_PER_THREAD = 1 << 20  # 4 ms of work: for that long torch's own threads spin after an operation
+_PROBED = 1 << 16
 _MOST_THREADS = 4  # more only wait for the interpreter's lock (docs/noise.md)
 
 
@@ -55,12 +57,12 @@ class GaussianNoise:
 
     def __init__(self, secret: Secret) -> None:
         self._secret = secret
-        self._workspaces: dict[tuple[Kind, int], _Workspace] = {}
+        self._normals = Normals()
         self._background: ThreadPoolExecutor | None = None
 
     def add(self, sums: Mapping[str, Tensor], std: float, step: int) -> dict[str, Tensor]:
         """New tensors `sum + std * z`, z ~ N(0, I): float64 for float64 sums, float32 for all others."""
-        noised = {name: total.detach().to(_result_dtype(total), copy=True) for name, total in sums.items()}
+        noised = {name: total.detach().to(result_dtype(total), copy=True) for name, total in sums.items()}
         self.add_to(noised, std, step)
         return noised
 
@@ -69,10 +71,7 @@ class GaussianNoise:
 
         The CPU makes the noise, in up to `torch.get_num_threads()` threads, for sums on other devices too.
         """
-        if not 0 <= std < math.inf:
-            raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
-        if any(total.dtype != _result_dtype(total) for total in sums.values()):
-            raise NoiseError("noise is added in place to float32 and float64 sums alone; use add() for others")
+        refuse_unfit(sums, std)
         if std == 0:
             return
         here = {name: t for name, t in sums.items() if t.device.type == "cpu" and t.is_contiguous()}
@@ -95,7 +94,7 @@ class GaussianNoise:
         if not 0 < std < math.inf:
             raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and positive")
         # allocated here: torch's profiler, which counts memory, does not see other threads
-        drawn = {name: torch.empty(t.shape, dtype=_result_dtype(t)) for name, t in like.items()}
+        drawn = {name: torch.empty(t.shape, dtype=result_dtype(t)) for name, t in like.items()}
         return self._thread().submit(self._write, drawn, std, step, False)
 
     def _thread(self) -> ThreadPoolExecutor:
@@ -104,15 +103,29 @@ class GaussianNoise:
         return self._background
 
     def _write(self, tensors: dict[str, Tensor], std: float, step: int, adding: bool) -> dict[str, Tensor]:
-        """Fill the tensors with noise, or add it to what they hold."""
+        self._normals.write(tensors, self._secret.derive("noise", step), std, adding)
+        return tensors
+
+
+class Normals:
+    """Writes `std * z` for named tensors from a key, in several threads; keeps their buffers for the next time.
+
+    >>> Normals().write(drawn := {"w": torch.empty(2, 3)}, bytes(32), 1.0, adding=False)
+    >>> bool(drawn["w"].isfinite().all())
+    True
+    """
+
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[Kind, int], _Workspace] = {}
+
+    def write(self, tensors: Mapping[str, Tensor], key: bytes, std: float, adding: bool) -> None:
+        """Fill contiguous tensors on the CPU with noise, or add it to what they hold."""
         pieces: dict[Kind, list[_Piece]] = {np.dtype(np.float32): [], np.dtype(np.float64): []}
         for name, tensor in tensors.items():
             result = tensor.numpy().reshape(-1)
             pieces[result.dtype] += _cut(name, result)
-        key = self._secret.derive("noise", step)
         for kind, cut in pieces.items():
             self._run(kind, _batches(cut), key, std, adding)
-        return tensors
 
     def _run(self, kind: Kind, batches: list[list[_Piece]], key: bytes, std: float, adding: bool) -> None:
         pairs = sum(piece.pairs for batch in batches for piece in batch)
@@ -208,13 +221,35 @@ def scaled_normals(
     np.multiply(second, radius[:rest], out=second)
 
 
+@functools.cache
+def arithmetic() -> str:
+    """Names the way this machine computes normals: another one may differ in the last place of some of them.
+
+    A hash of 65,536 normals of each precision from fixed words, which takes some milliseconds, once.
+    """
+    message = hashlib.blake2b(np.__version__.encode(), digest_size=16, person=b"diskdp.numerics")
+    for kind in (torch.float32, torch.float64):
+        drawn = torch.empty(_PROBED, dtype=kind)
+        Normals().write({"probe": drawn}, bytes(32), 1.0, adding=False)
+        message.update(drawn.numpy().tobytes())
+    return message.hexdigest()
+
+
+def refuse_unfit(sums: Mapping[str, Tensor], std: float) -> None:
+    """Raise NoiseError unless `std` is a deviation and the sums can be noised in place."""
+    if not 0 <= std < math.inf:
+        raise NoiseError(f"the noise's standard deviation is {std!r}: it must be finite and not negative")
+    if any(total.dtype != result_dtype(total) for total in sums.values()):
+        raise NoiseError("noise is added in place to float32 and float64 sums alone; use add() for others")
+
+
 def _not_below(std: float, kind: type[np.floating[Any]]) -> np.floating[Any]:
     """`std` rounded up, so that rounding never takes noise away."""
     rounded = kind(std)
     return rounded if float(rounded) >= std else np.nextafter(rounded, kind(np.inf))
 
 
-def _result_dtype(tensor: Tensor) -> torch.dtype:
+def result_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
