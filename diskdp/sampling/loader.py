@@ -1,18 +1,15 @@
-"""Who is in a batch, and a loader that cannot disagree with it.
+"""Batches as a sampler draws them, loaded as they are asked for: a loader that cannot disagree with its sampler.
 
-The accountant assumes that every record is in every batch independently with probability q. Membership comes
-from the secret and the step alone: workers, collation, microbatches and global random states cannot touch it.
-Batch sizes are data of the training set without noise: they are for the data holder, not for release.
+Assumes a data set that gives the same record for the same index, but for what it draws from global generators: that is
+made to depend on the secret, the step and the place in the batch alone, so that a resumed run sees what it would have.
 """
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,49 +17,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from diskdp.errors import SamplingError
-from diskdp.noise.keys import Keystream, Secret
-
-_RECORDS_AT_ONCE = 1 << 16
-
-Members: TypeAlias = "npt.NDArray[np.int64]"
-
-
-@dataclass(frozen=True)
-class PoissonSampler:
-    """Takes each of `dataset_size` records with probability `sample_rate`, independently, at each step.
-
-    A 64-bit word for each record is compared with floor(sample_rate * 2**64): exact for a rate that is a
-    multiple of 2**-64, else too low by less than that, never too high.
-
-    >>> sampler = PoissonSampler(1000, 0.01, Secret.from_seed(0))
-    >>> members = sampler.indices(step=3)
-    >>> members.dtype, bool((members == sampler.indices(step=3)).all()), len(members) < 40
-    (dtype('int64'), True, True)
-    """
-
-    dataset_size: int
-    sample_rate: float
-    secret: Secret
-
-    def __post_init__(self) -> None:
-        if self.dataset_size < 1:
-            raise SamplingError(f"dataset_size is {self.dataset_size}: sampling needs at least one record")
-        if not 0 < self.sample_rate <= 1:
-            raise SamplingError(f"the sample rate is {self.sample_rate}: it must be in (0, 1]")
-
-    def indices(self, step: int) -> npt.NDArray[np.int64]:
-        """The members of the batch of a step, in ascending order; possibly none."""
-        if self.sample_rate == 1:
-            return np.arange(self.dataset_size, dtype=np.int64)
-        threshold = np.uint64(int(math.ldexp(self.sample_rate, 64)))
-        stream = Keystream(self.secret.derive("sampling", step))
-        buffer = bytearray(8 * min(self.dataset_size, _RECORDS_AT_ONCE) + Keystream.SLACK)
-        members = []
-        for start in range(0, self.dataset_size, _RECORDS_AT_ONCE):
-            count = min(_RECORDS_AT_ONCE, self.dataset_size - start)
-            stream.fill(memoryview(buffer), 8 * count)
-            members.append(np.flatnonzero(np.frombuffer(buffer, "<u8", count) < threshold) + start)
-        return np.concatenate(members)
+from diskdp.sampling.fetching import Fetched, Part, as_it_is
+from diskdp.sampling.guards import refuse_loaders, refuse_mixing
+from diskdp.sampling.samplers import Members, Sampler
+from diskdp.sampling.units import Units, check_contributions
 
 
 class LogicalBatch:
@@ -136,9 +94,15 @@ class PrivateLoader:
 
     The data set is any object with `__len__` and `__getitem__`; a torch `DataLoader` fetches and collates in
     `num_workers` processes (a plain `TensorDataset` is indexed directly, with the same result).
-    Each iteration over the loader goes through the same steps with the same members. `microbatch_size` may be changed
+    Each iteration over the loader goes through the same steps with the same members, and the same random augmentation
+    as far as it is drawn from the global generators of torch (CPU), numpy and Python. `microbatch_size` may be changed
     on the way: it decides how members are grouped, from the next step on that has not been begun to load.
 
+    Data sets and collate functions that mix records are refused as far as `refuse_mixing` sees them. `units` names the
+    unit of each record: none may have more than `examples_per_unit`.
+
+    >>> from diskdp.noise import Secret
+    >>> from diskdp.sampling import PoissonSampler
     >>> data = torch.utils.data.TensorDataset(torch.arange(100))
     >>> sampler = PoissonSampler(100, 0.2, Secret.from_seed(0))
     >>> loader = PrivateLoader(data, sampler, plan_token="", first_step=0, last_step=3, microbatch_size=8)
@@ -149,7 +113,7 @@ class PrivateLoader:
     def __init__(
         self,
         dataset: Any,
-        sampler: PoissonSampler,
+        sampler: Sampler,
         *,
         plan_token: str,
         first_step: int,
@@ -157,10 +121,16 @@ class PrivateLoader:
         microbatch_size: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
+        units: Units | None = None,
+        examples_per_unit: int = 1,
     ) -> None:
+        refuse_loaders(dataset)
         _check_length(dataset, sampler.dataset_size)
+        if units is not None:
+            check_contributions(units, examples_per_unit, sampler.dataset_size)
         if microbatch_size is not None and microbatch_size < 1:
             raise SamplingError(f"microbatch_size is {microbatch_size}: give at least 1, or None")
+        refuse_mixing(dataset, collate_fn)
         self.loader_id = secrets.token_hex(8)
         self.plan_token = plan_token
         self._dataset = dataset
@@ -177,45 +147,54 @@ class PrivateLoader:
         drawn: dict[int, tuple[Members, int]] = {}
 
         def draw(step: int) -> tuple[Members, int]:
-            """Members and size of microbatches. Each step is asked for twice, here and by the chunks, in either order
+            """Members and size of microbatches. Each step is asked for twice, here and by the parts, in either order
             (workers run ahead)."""
             if step in drawn:
                 return drawn.pop(step)
             drawn[step] = self._sampler.indices(step), self.microbatch_size or self._sampler.dataset_size
             return drawn[step]
 
-        def chunks() -> Iterator[Members]:
+        def parts() -> Iterator[Part]:
             for step in self._steps:
                 members, most = draw(step)
                 for start in range(0, len(members), most):
-                    yield members[start : start + most]
+                    yield self._part(members, step, start, start + most)
 
-        stream = self._load(chunks())
+        stream = self._load(parts(), self._num_workers)
         for step in self._steps:
             members, most = draw(step)
             sizes = [min(most, len(members) - start) for start in range(0, len(members), most)]
-            parts, load = islice(stream, len(sizes)), self._loading(members)
-            batch = LogicalBatch(step, sizes, self.plan_token, self.loader_id, parts, load)
+            source, load = islice(stream, len(sizes)), self._loading(members, step)
+            batch = LogicalBatch(step, sizes, self.plan_token, self.loader_id, source, load)
             yield batch
             batch._close()
 
     def collated(self, indices: npt.NDArray[np.int64]) -> Any:
         """These records of the data set as one microbatch, loaded in this process."""
-        return next(self._load(iter([indices]), in_process=True))
+        return next(self._load(iter([Part(self._sampler.secret.derive("loading", "probe"), indices)])))
 
-    def _loading(self, members: Members) -> Callable[[int, int], Any]:
-        return lambda start, stop: self.collated(members[start:stop])
+    def _part(self, members: Members, step: int, start: int, stop: int) -> Part:
+        return Part(self._sampler.secret.derive("loading", step, start), members[start:stop])
 
-    def _load(self, chunks: Iterator[Members], in_process: bool = False) -> Iterator[Any]:
+    def _loading(self, members: Members, step: int) -> Callable[[int, int], Any]:
+        return lambda start, stop: next(self._load(iter([self._part(members, step, start, stop)])))
+
+    def _load(self, parts: Iterator[Part], num_workers: int = 0) -> Iterator[Any]:
         if type(self._dataset) is TensorDataset and self._collate_fn is None:
             tensors = self._dataset.tensors
-            return ([t.index_select(0, chunk) for t in tensors] for chunk in map(torch.from_numpy, chunks))
+            chunks = (torch.from_numpy(part.members) for part in parts)
+            return ([t.index_select(0, chunk) for t in tensors] for chunk in chunks)
+        fetched = Fetched(self._dataset, self._collate_fn)
+        if num_workers == 0:
+            return (fetched[part] for part in parts)
+        seed = int.from_bytes(self._sampler.secret.derive("workers")[:8], "little")
         loader = DataLoader(
-            self._dataset,
-            batch_sampler=(chunk.tolist() for chunk in chunks),
-            collate_fn=self._collate_fn,
-            num_workers=0 if in_process else self._num_workers,
-            generator=torch.Generator() if in_process else None,  # else it would draw from the model's
+            fetched,
+            sampler=parts,
+            batch_size=None,
+            collate_fn=as_it_is,
+            num_workers=num_workers,
+            generator=torch.Generator().manual_seed(seed),  # else it would draw from the model's
         )
         return iter(loader)
 
