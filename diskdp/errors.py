@@ -72,6 +72,10 @@ class WeakDeltaWarning(DiskDPWarning):
     """A delta so large that publishing one record in full would satisfy it."""
 
 
+class TruncationWarning(DiskDPWarning):
+    """A cap on the batch size so near the expected one that cutting batches down costs privacy."""
+
+
 class LowPrecisionWarning(DiskDPWarning):
     """Weights kept in so few bits that small updates do not change them."""
 

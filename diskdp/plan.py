@@ -9,40 +9,56 @@ import hashlib
 import json
 import math
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
 from diskdp import accounting
-from diskdp.errors import NotPrivateWarning, PlanError, WeakDeltaWarning
+from diskdp.accounting import Mechanism
+from diskdp.accounting.solve import Parts, largest
+from diskdp.errors import NotPrivateWarning, PlanError, TruncationWarning, WeakDeltaWarning
 
-_FORMAT = "diskdp-plan/1"
+_FORMAT = "diskdp-plan/2"
 # Machines round differently: two ways of computing the same epsilon differed by up to 3e-7 of it.
 _EPSILON_TOLERANCE = 1e-5
+_MOST_STEPS = 10**7  # where a search for the number of steps ends
+_ROOMY = 6  # standard deviations of the batch size that a cap should leave
 
 
 @dataclass(frozen=True, init=False)
 class Plan:
     """A privacy budget and the training that it pays for.
 
-    Give exactly one of `epsilon` and `noise_multiplier`, and exactly one of `epochs` and `steps`; afterwards
-    all four are numbers. From epsilon the smallest sufficient noise multiplier is found; if the noise
-    multiplier is given instead, `plan.epsilon` is what the run will spend.
+    Of noise (`epsilon` or `noise_multiplier`), length (`epochs` or `steps`) and `batch_size`, all are numbers
+    afterwards, and one may be left open. Give exactly one of `epsilon` and `noise_multiplier`, and the other is
+    found: from epsilon the smallest sufficient noise multiplier, from the noise multiplier what the run will spend.
+    Give both, and leave out epochs and steps for the most steps that fit, or `batch_size` for the largest that does.
 
-    `batch_size` is the *expected* batch size: every example joins each batch independently, with probability
-    batch_size / dataset_size, and sums are divided by batch_size, however many came. With batch_size equal to
-    dataset_size every batch is the whole dataset. `noise_multiplier` is the standard deviation of the noise
-    over what one record can contribute.
+    `sampling` says what a batch is; sums are always divided by `batch_size`, however many came.
+    - `"poisson"`: every example joins independently with probability batch_size / dataset_size, so that batch_size
+      is the expected size; equal to dataset_size, every batch is the whole dataset.
+    - `"truncated-poisson"`: the same, but of more than `max_batch_size` a random subset of that size is kept.
+    - `"fixed-size"`: exactly batch_size examples, drawn without replacement for each batch.
+    - `"shuffled"`: each epoch a fresh permutation, cut into batches; no amplification is claimed.
+
+    `adjacency` says what neighbours are: `"add-remove"` one example, `"zero-out"` (an example that contributes
+    nothing in the other's place) or `"replace-one"`; an example is `examples_per_unit` of them if a unit, such as a
+    person, may contribute several. `noise_multiplier` is the standard deviation of the noise over what one example
+    can contribute, always. `docs/accounting.md` has the table of what goes together.
 
     `noise_multiplier=0` or `epsilon=math.inf` turns privacy off, with a warning; only without noise may
-    `max_grad_norm` be `math.inf`, which turns clipping off.
+    `max_grad_norm` be `math.inf`, which turns clipping off. `paper_accounting=True` accounts batches of a fixed size
+    as if they were Poisson ones, as papers do: no guarantee, and called none everywhere.
 
     >>> plan = Plan(dataset_size=60_000, batch_size=2_000, epochs=20, epsilon=3.0, delta=1e-5)
     >>> plan.steps, round(plan.noise_multiplier, 3)
     (600, 1.382)
     >>> plan.epsilon_after(300) < plan.epsilon_after(600) <= plan.epsilon
     True
+    >>> Plan(dataset_size=60_000, batch_size=2_000, epsilon=3.0, noise_multiplier=1.5, delta=1e-5).steps
+    757
     >>> Plan.from_json(plan.to_json()) == plan
     True
     """
@@ -61,12 +77,15 @@ class Plan:
     accountant: str
     noise: str
     unit: str
+    max_batch_size: int | None
+    examples_per_unit: int
+    paper_accounting: bool
 
     def __init__(
         self,
         *,
         dataset_size: int,
-        batch_size: int,
+        batch_size: int | None = None,
         delta: float,
         epochs: float | None = None,
         steps: int | None = None,
@@ -79,49 +98,74 @@ class Plan:
         accountant: str = "pld",
         noise: str = "gaussian",
         unit: str = "example",
+        max_batch_size: int | None = None,
+        examples_per_unit: int = 1,
+        paper_accounting: bool = False,
     ) -> None:
         accounting.require_built(
             clipping=clipping, sampling=sampling, adjacency=adjacency, accountant=accountant, noise=noise
         )
         dataset_size = _count("dataset_size", dataset_size)
-        batch_size = _count("batch_size", batch_size)
-        if batch_size > dataset_size:
-            raise PlanError(f"batch_size={batch_size} is larger than dataset_size={dataset_size}; lower it")
         delta = _number("delta", delta)
         if not 0 < delta < 1:
             raise PlanError(f"delta must be strictly between 0 and 1, got {delta}; use less than 1/dataset_size")
         if not isinstance(unit, str) or not unit.strip():
             raise PlanError("unit is empty; name what one record is, for instance 'example' or 'patient'")
-
-        if epochs is not None and steps is None:
+        if not isinstance(paper_accounting, bool):
+            raise PlanError(f"paper_accounting must be True or False, got {paper_accounting!r}")
+        if epochs is not None:
             epochs = _number("epochs", epochs)
             if not 0 < epochs < math.inf:
                 raise PlanError(f"epochs must be positive and finite, got {epochs}")
-            steps = _steps_in(epochs, dataset_size, batch_size)
-        elif steps is not None and epochs is None:
+        if steps is not None:
             steps = _count("steps", steps)
-            epochs = steps * batch_size / dataset_size
-        else:
-            raise PlanError(f"give exactly one of epochs and steps, got epochs={epochs} and steps={steps}")
-
-        sample_rate = batch_size / dataset_size
-        if epsilon is not None and noise_multiplier is None:
+        if epsilon is not None:
             epsilon = _number("epsilon", epsilon)
             if not epsilon > 0:
                 raise PlanError(f"epsilon must be positive, got {epsilon}; math.inf turns privacy off")
-            noise_multiplier = accounting.calibrate(epsilon, sample_rate, steps, delta, accountant)
-        elif noise_multiplier is not None and epsilon is None:
+        if noise_multiplier is not None:
             noise_multiplier = _number("noise_multiplier", noise_multiplier)
             if not 0 <= noise_multiplier < math.inf:
                 raise PlanError(
                     f"noise_multiplier must be finite and not negative, got {noise_multiplier}; 0 turns privacy off"
                 )
-            epsilon = accounting.epsilon(noise_multiplier, sample_rate, steps, delta, accountant)
-        else:
-            raise PlanError(
-                "give exactly one of epsilon and noise_multiplier, "
-                f"got epsilon={epsilon} and noise_multiplier={noise_multiplier}"
+        if batch_size is not None:
+            batch_size = _count("batch_size", batch_size)
+        _require_solvable(batch_size, epochs, steps, epsilon, noise_multiplier)
+
+        def mechanism(batch_size: int) -> Mechanism:
+            return Mechanism(
+                sampling=sampling,
+                adjacency=adjacency,
+                dataset_size=dataset_size,
+                batch_size=batch_size,
+                max_batch_size=None if max_batch_size is None else _count("max_batch_size", max_batch_size),
+                examples_per_unit=_count("examples_per_unit", examples_per_unit),
+                accountant=accountant,
+                paper_accounting=paper_accounting,
             )
+
+        if batch_size is None:
+            assert epsilon is not None
+            assert noise_multiplier is not None
+            batch_size = _largest_batch(
+                mechanism, dataset_size, max_batch_size, epochs, steps, epsilon, noise_multiplier, delta
+            )
+        chosen = mechanism(batch_size)
+        if epochs is not None:
+            steps = _steps_in(epochs, chosen)
+        elif steps is None:
+            assert epsilon is not None
+            assert noise_multiplier is not None
+            steps = _most_steps(chosen, noise_multiplier, epsilon, delta)
+        if epochs is None:
+            epochs = _epochs_of(steps, chosen)
+        if noise_multiplier is None:
+            assert epsilon is not None
+            noise_multiplier = chosen.calibrate(epsilon, steps, delta)
+        elif epsilon is None:
+            epsilon = chosen.epsilon(noise_multiplier, steps, delta)
+        assert epsilon is not None
 
         resolved: dict[str, Any] = {
             "dataset_size": dataset_size,
@@ -138,6 +182,9 @@ class Plan:
             "accountant": accountant,
             "noise": noise,
             "unit": unit,
+            "max_batch_size": chosen.max_batch_size,
+            "examples_per_unit": chosen.examples_per_unit,
+            "paper_accounting": paper_accounting,
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -148,6 +195,13 @@ class Plan:
                 NotPrivateWarning,
                 stacklevel=2,
             )
+        elif paper_accounting:
+            warnings.warn(
+                "paper_accounting=True: batches of a fixed size are accounted as Poisson ones, so epsilon="
+                f"{epsilon:g} is not a guarantee; leave it out and use adjacency='replace-one' for one",
+                NotPrivateWarning,
+                stacklevel=2,
+            )
         elif delta >= 1 / dataset_size:
             warnings.warn(
                 f"delta={delta:g} is not below 1/dataset_size={1 / dataset_size:g}: "
@@ -155,16 +209,50 @@ class Plan:
                 WeakDeltaWarning,
                 stacklevel=2,
             )
+        if (cap := self.max_batch_size) is not None and cap < dataset_size:
+            roomy = math.ceil(batch_size + _ROOMY * math.sqrt(batch_size * (1 - self.sample_rate)))
+            if cap < roomy:
+                warnings.warn(
+                    f"max_batch_size={cap} is within {_ROOMY} standard deviations of the expected batch size "
+                    f"{batch_size}: truncation then costs privacy; raise it to {min(roomy, dataset_size)} or lower "
+                    "batch_size",
+                    TruncationWarning,
+                    stacklevel=2,
+                )
 
     @property
     def sample_rate(self) -> float:
-        """The probability that an example joins a batch: batch_size / dataset_size."""
+        """The probability that an example joins a batch, or the share of them in one: batch_size / dataset_size."""
         return self.batch_size / self.dataset_size
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Batches that cover the data once: ceil(dataset_size / batch_size)."""
+        return self.mechanism.steps_per_epoch
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What decides the accounting, but for noise and length."""
+        return Mechanism(
+            sampling=self.sampling,
+            adjacency=self.adjacency,
+            dataset_size=self.dataset_size,
+            batch_size=self.batch_size,
+            max_batch_size=self.max_batch_size,
+            examples_per_unit=self.examples_per_unit,
+            accountant=self.accountant,
+            paper_accounting=self.paper_accounting,
+        )
+
+    @property
     def is_private(self) -> bool:
-        """Whether the plan promises anything at all."""
+        """Whether there is noise and a finite epsilon."""
         return self.noise_multiplier > 0 and math.isfinite(self.epsilon)
+
+    @property
+    def is_guarantee(self) -> bool:
+        """Whether epsilon bounds what the plan's batches spend: not without noise, nor with `paper_accounting`."""
+        return self.is_private and not self.paper_accounting
 
     @cached_property
     def fingerprint(self) -> str:
@@ -177,9 +265,30 @@ class Plan:
         >>> Plan(dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-3).epsilon_after(0)
         0.0
         """
-        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 0:
-            raise PlanError(f"steps must be a whole number, zero or more, got {steps!r}")
-        return accounting.epsilon(self.noise_multiplier, self.sample_rate, int(steps), self.delta, self.accountant)
+        return self.mechanism.epsilon(self.noise_multiplier, _natural("steps", steps), self.delta)
+
+    def delta_after(self, steps: int, epsilon: float) -> float:
+        """The delta spent at another epsilon by the first `steps` steps.
+
+        >>> plan = Plan(dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-3)
+        >>> plan.delta_after(5, plan.epsilon) <= 1.0001e-3 < plan.delta_after(5, plan.epsilon / 2)
+        True
+        """
+        return self.mechanism.delta(self.noise_multiplier, _natural("steps", steps), _number("epsilon", epsilon))
+
+    def epsilon_of(self, releases: Mapping[int, int]) -> float:
+        """The epsilon spent at the plan's delta when `releases[r]` samples were each released r times.
+
+        That is, with independent noise on the same sample, as when a step is repeated whose sum came out different.
+
+        >>> plan = Plan(dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-3)
+        >>> plan.epsilon_of({1: 5}) == plan.epsilon_after(5) < plan.epsilon_of({1: 4, 2: 1})
+        True
+        """
+        counts = {
+            _count("releases of a sample", times): _natural("samples", count) for times, count in releases.items()
+        }
+        return self.mechanism.epsilon_of(self.noise_multiplier, counts, self.delta)
 
     def to_json(self) -> str:
         """The plan as one line of JSON; `from_json` gives an equal plan back, bit for bit."""
@@ -195,7 +304,7 @@ class Plan:
 
         >>> Plan.from_json('{"format": "diskdp-plan/9"}')
         Traceback (most recent call last):
-        diskdp.errors.PlanError: this plan is of format 'diskdp-plan/9'; this version reads 'diskdp-plan/1'
+        diskdp.errors.PlanError: this plan is of format 'diskdp-plan/9'; this version reads 'diskdp-plan/2'
         """
         try:
             values = json.loads(text)
@@ -209,10 +318,13 @@ class Plan:
         if wrong := sorted(names.symmetric_difference(values)):
             raise PlanError(f"this plan has missing or unknown entries: {', '.join(wrong)}")
         values = {name: math.inf if value == "inf" else value for name, value in values.items()}
+        _count("batch_size", values["batch_size"])  # what is missing is not solved for: a plan on disk is complete
+        _count("steps", values["steps"])
+        _number("noise_multiplier", values["noise_multiplier"])
         epochs = _number("epochs", values.pop("epochs"))
         epsilon = _number("epsilon", values.pop("epsilon"))
         plan = cls(**values)
-        if not 0 < epochs < math.inf or _steps_in(epochs, plan.dataset_size, plan.batch_size) != plan.steps:
+        if not 0 < epochs < math.inf or _steps_in(epochs, plan.mechanism) != plan.steps:
             raise PlanError(f"this plan is inconsistent: {epochs:g} epochs are not {plan.steps} steps")
         if not plan.epsilon <= epsilon * (1 + _EPSILON_TOLERANCE):
             raise PlanError(
@@ -242,18 +354,105 @@ def epsilon_by_epoch(plan: Plan, max_rows: int = 50) -> list[EpochSpend]:
     """
     whole = math.ceil(plan.epochs)
     stride = math.ceil(whole / max_rows)
-    ends = [
-        (float(epoch), _steps_in(epoch, plan.dataset_size, plan.batch_size)) for epoch in range(stride, whole, stride)
-    ]
+    ends = [(float(epoch), _steps_in(epoch, plan.mechanism)) for epoch in range(stride, whole, stride)]
     ends = [(epoch, steps) for epoch, steps in ends if steps < plan.steps]
     return [EpochSpend(epoch, steps, plan.epsilon_after(steps)) for epoch, steps in [*ends, (plan.epochs, plan.steps)]]
 
 
-def _steps_in(epochs: float, dataset_size: int, batch_size: int) -> int:
+def _require_solvable(
+    batch_size: int | None,
+    epochs: float | None,
+    steps: int | None,
+    epsilon: float | None,
+    noise_multiplier: float | None,
+) -> None:
+    """Exactly one of noise, length and batch size is open, and nothing is said twice."""
+    open_length = epochs is None and steps is None
+    if epochs is not None and steps is not None:
+        raise PlanError(f"give exactly one of epochs and steps, got epochs={epochs} and steps={steps}")
+    if epsilon is None and noise_multiplier is None:
+        raise PlanError("give exactly one of epsilon and noise_multiplier; got neither")
+    if epsilon is None or noise_multiplier is None:
+        if open_length:
+            raise PlanError(
+                "give exactly one of epochs and steps; both may be left out only if epsilon and noise_multiplier "
+                "are both given, for the most steps that fit"
+            )
+        if batch_size is None:
+            raise PlanError(
+                "give batch_size; it may be left out only if epsilon and noise_multiplier are both given, "
+                "for the largest batch that fits"
+            )
+    elif open_length and batch_size is None:
+        raise PlanError("epsilon and noise_multiplier do not fix both length and batch_size; give one of the two")
+    elif not open_length and batch_size is not None:
+        raise PlanError(
+            "give exactly one of epsilon and noise_multiplier, or leave out batch_size, or epochs and steps: "
+            f"with all given, nothing is left to solve for (epsilon={epsilon:g}, noise_multiplier="
+            f"{noise_multiplier:g})"
+        )
+    elif noise_multiplier == 0 or math.isinf(epsilon):
+        raise PlanError(
+            "without privacy nothing limits the steps or the batch; give epochs or steps, and batch_size, "
+            f"got epsilon={epsilon:g} and noise_multiplier={noise_multiplier:g}"
+        )
+
+
+def _most_steps(mechanism: Mechanism, noise_multiplier: float, epsilon: float, delta: float) -> int:
+    steps = mechanism.largest_steps(noise_multiplier, epsilon, delta, _MOST_STEPS)
+    if steps is None:
+        raise PlanError(
+            f"not even one step with noise_multiplier={noise_multiplier:g} stays within epsilon={epsilon:g} at "
+            f"delta={delta:g}; raise either, or lower batch_size"
+        )
+    if steps == _MOST_STEPS:
+        raise PlanError(
+            f"more than {_MOST_STEPS:,} steps with noise_multiplier={noise_multiplier:g} stay within "
+            f"epsilon={epsilon:g}; give epochs or steps, and leave out one of the two"
+        )
+    return steps
+
+
+def _largest_batch(
+    mechanism: Callable[[int], Mechanism],
+    dataset_size: int,
+    max_batch_size: int | None,
+    epochs: float | None,
+    steps: int | None,
+    epsilon: float,
+    noise_multiplier: float,
+    delta: float,
+) -> int:
+    def parts(batch_size: int) -> Parts:
+        chosen = mechanism(batch_size)
+        length = steps if epochs is None else _steps_in(epochs, chosen)
+        assert length is not None
+        return chosen.parts(noise_multiplier, {1: length})
+
+    limit = dataset_size if max_batch_size is None else min(dataset_size, _count("max_batch_size", max_batch_size))
+    batch_size = largest(parts, 1, limit, epsilon, delta, mechanism(1).accountant)
+    if batch_size is None:
+        raise PlanError(
+            f"not even batch_size=1 with noise_multiplier={noise_multiplier:g} stays within epsilon={epsilon:g} at "
+            f"delta={delta:g}; raise either, or take fewer steps"
+        )
+    return batch_size
+
+
+def _steps_in(epochs: float, mechanism: Mechanism) -> int:
     """The steps that cover `epochs`: rounded up, unless whole but for rounding (1.1 * 1000 / 100 is 11)."""
-    exact = epochs * dataset_size / batch_size
+    if mechanism.sampling == "shuffled":
+        exact = epochs * mechanism.steps_per_epoch
+    else:
+        exact = epochs * mechanism.dataset_size / mechanism.batch_size
     nearest = round(exact)
     return max(1, nearest if abs(exact - nearest) <= 1e-9 * nearest else math.ceil(exact))
+
+
+def _epochs_of(steps: int, mechanism: Mechanism) -> float:
+    if mechanism.sampling == "shuffled":
+        return steps / mechanism.steps_per_epoch
+    return steps * mechanism.batch_size / mechanism.dataset_size
 
 
 def _count(name: str, value: Any) -> int:
@@ -261,6 +460,12 @@ def _count(name: str, value: Any) -> int:
         raise PlanError(f"{name} must be a whole number, got {value!r}")
     if value <= 0:
         raise PlanError(f"{name} must be positive, got {value}")
+    return int(value)
+
+
+def _natural(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
+        raise PlanError(f"{name} must be a whole number, zero or more, got {value!r}")
     return int(value)
 
 

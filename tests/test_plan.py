@@ -98,7 +98,7 @@ def test_json_round_trip_without_calibrating_again(changes: dict[str, Any], monk
     def refuse(*_: object) -> float:
         raise AssertionError("calibrated again")
 
-    monkeypatch.setattr(accounting, "calibrate", refuse)
+    monkeypatch.setattr(accounting.Mechanism, "calibrate", refuse)
     again = Plan.from_json(text)
     assert again == plan
     assert again.noise_multiplier.hex() == plan.noise_multiplier.hex()
@@ -120,9 +120,17 @@ def test_json_round_trip_without_calibrating_again(changes: dict[str, Any], monk
         ({"delta": 2}, "delta must be"),
         ({"delta": "1e-5"}, "delta must be a number"),
         ({"epsilon": None}, "epsilon must be a number"),
-        ({"sampling": "fixed-size"}, "not built yet"),
+        ({"sampling": "fixed-size"}, "no guarantee under adjacency='add-remove'"),
+        ({"noise": "correlated"}, "not built yet"),
+        ({"batch_size": None}, "batch_size must be a whole number"),
+        ({"steps": None}, "steps must be a whole number"),
+        ({"noise_multiplier": None}, "noise_multiplier must be a number"),
+        ({"max_batch_size": 600}, "max_batch_size=600 has no meaning"),
+        ({"examples_per_unit": 0}, "examples_per_unit must be positive"),
+        ({"examples_per_unit": 3}, "claims epsilon=2 but"),
+        ({"paper_accounting": 1}, "paper_accounting must be True or False"),
         ({"clipping": ["flat"]}, "clipping=\\['flat'\\] is unknown"),
-        ({"format": "diskdp-plan/2"}, "of format 'diskdp-plan/2'; this version reads 'diskdp-plan/1'"),
+        ({"format": "diskdp-plan/1"}, "of format 'diskdp-plan/1'; this version reads 'diskdp-plan/2'"),
         ({"secret": 1}, "missing or unknown entries: secret"),
     ],
 )
@@ -203,10 +211,27 @@ def test_a_plan_is_a_value() -> None:
         ({"unit": " "}, "unit is empty"),
         ({"clipping": "adaptive"}, "clipping='adaptive' is not built yet"),
         ({"clipping": "soft"}, "clipping='soft' is unknown"),
-        ({"sampling": "fixed-size"}, "sampling='fixed-size' is not built yet"),
-        ({"adjacency": "replace-one"}, "adjacency='replace-one' is not built yet"),
-        ({"adjacency": "zero-out"}, "adjacency='zero-out' is not built yet"),
-        ({"noise": "discrete"}, "noise='discrete' is not built yet"),
+        ({"sampling": "balls-in-bins"}, "sampling='balls-in-bins' is not built yet, since the bounds at hand"),
+        ({"sampling": "uniform"}, "sampling='uniform' is unknown"),
+        ({"adjacency": "replace"}, "adjacency='replace' is unknown"),
+        ({"noise": "correlated"}, "noise='correlated' is not built yet"),
+        ({"paper_accounting": "yes"}, "paper_accounting must be True or False"),
+        ({"paper_accounting": True}, "needs sampling='fixed-size', adjacency='add-remove'"),
+        ({"examples_per_unit": 1.5}, "examples_per_unit must be a whole number"),
+        ({"examples_per_unit": 10_001}, "examples_per_unit=10001 is larger than dataset_size=10000"),
+        ({"max_batch_size": 600}, "max_batch_size=600 has no meaning for sampling='poisson'"),
+        ({"sampling": "truncated-poisson"}, "needs max_batch_size"),
+        ({"sampling": "truncated-poisson", "max_batch_size": 499}, "max_batch_size=499 is smaller than batch_size=500"),
+        ({"sampling": "truncated-poisson", "max_batch_size": 700, "accountant": "rdp"}, "use accountant='pld'"),
+        ({"sampling": "fixed-size"}, "exactly batch_size records of N can be drawn only if N stays; use adjacency"),
+        ({"sampling": "fixed-size", "adjacency": "zero-out"}, "adjacency='replace-one' alone, which covers 'zero-out'"),
+        ({"sampling": "shuffled"}, "moves the others to other batches; use adjacency='zero-out' or 'replace-one'"),
+        ({"examples_per_unit": 2, "accountant": "rdp"}, "no Renyi accounting here with Poisson batches"),
+        ({"examples_per_unit": 2, "adjacency": "replace-one"}, "not been worked out for adjacency='replace-one'"),
+        (
+            {"examples_per_unit": 2, "adjacency": "replace-one", "sampling": "fixed-size"},
+            "not been worked out for sampling='fixed-size'",
+        ),
         ({"accountant": "moments"}, "accountant='moments' is unknown"),
     ],
 )

@@ -65,6 +65,9 @@ def build_plan(config: PlanConfig, rows: int) -> Plan:
         accountant=config.accountant,
         noise=config.noise,
         unit=config.unit,
+        max_batch_size=config.max_batch_size,
+        examples_per_unit=config.examples_per_unit,
+        paper_accounting=config.paper_accounting,
     )
 
 

@@ -62,8 +62,8 @@ class OptimizerConfig:
 class PlanConfig:
     """The plan's settings; ``dataset_size`` is the number of training rows unless it is given."""
 
-    batch_size: int
     delta: float
+    batch_size: int | None = None
     dataset_size: int | None = None
     epochs: float | None = None
     steps: int | None = None
@@ -76,6 +76,9 @@ class PlanConfig:
     accountant: str = "pld"
     noise: str = "gaussian"
     unit: str = "example"
+    max_batch_size: int | None = None
+    examples_per_unit: int = 1
+    paper_accounting: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,7 +296,13 @@ def _accepted(hint: Any) -> str:
     if get_origin(hint) is Literal:
         choices = [str(choice) for choice in get_args(hint)]
         return f"one of {', '.join(choices)}" if len(choices) > 1 else repr(choices[0])
-    names = {str: "a text", int: "a whole number", float: "a number", Path: "a path (a text, not empty)"}
+    names = {
+        str: "a text",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        Path: "a path (a text, not empty)",
+    }
     return names[hint]
 
 

@@ -16,14 +16,22 @@ from diskdp.private import PrivateTraining
 
 _ADJACENCY = {
     "add-remove": "data sets that differ by one {unit}, added or removed",
+    "replace-one": "data sets that differ by one {unit}, replaced by another",
+    "zero-out": "data sets that differ by one {unit}, replaced by one that contributes nothing",
 }
 _SAMPLING = {
-    "poisson": "Poisson: each {unit} joins each batch independently with probability q = B/N",
+    "poisson": "Poisson: each {record} joins each batch independently with probability q = B/N",
+    "truncated-poisson": (
+        "truncated Poisson: each {record} joins each batch independently with probability q = B/N; "
+        "of more than {cap} a uniformly random subset of that size is kept"
+    ),
+    "fixed-size": "fixed size: each batch is exactly B of N, drawn uniformly without replacement",
+    "shuffled": ("shuffled: each epoch a fresh permutation, cut into batches; no amplification is claimed"),
 }
 _CLIPPING = {
-    "flat": "flat: each {unit}'s gradient is shortened to norm C if it is longer",
-    "automatic": "automatic: each {unit}'s gradient is scaled by C / (norm + 0.01)",
-    "normalized": "normalised: each {unit}'s gradient is scaled by min(1/C, 1/norm)",
+    "flat": "flat: each {record}'s gradient is shortened to norm C if it is longer",
+    "automatic": "automatic: each {record}'s gradient is scaled by C / (norm + 0.01)",
+    "normalized": "normalised: each {record}'s gradient is scaled by min(1/C, 1/norm)",
     "per-layer": "per layer: each of L layers' gradients is shortened to norm C/√L",
 }
 _ACCOUNTANTS = {
@@ -43,8 +51,8 @@ NOT_ACCOUNTED = (
 class PrivacyCard:
     """What a reader of released weights needs to know. ``epsilon`` is what was spent, with repeated steps.
 
-    ``sensitivity`` is S, the most that one record can contribute to a step's sum; the noise on that sum has
-    standard deviation σS, and the sum is divided by B.
+    ``private`` is whether (epsilon, delta) is a guarantee. ``sensitivity`` is S, the most that one record can
+    contribute to a step's sum; the noise on that sum has standard deviation σS, and the sum is divided by B.
     """
 
     private: bool
@@ -56,6 +64,9 @@ class PrivacyCard:
     sampling: str
     dataset_size: int
     batch_size: int
+    max_batch_size: int | None
+    examples_per_unit: int
+    paper_accounting: bool
     sample_rate: float
     noise: str
     noise_multiplier: float
@@ -103,29 +114,38 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
     (True, 0.0, 5, 'add-remove: data sets that differ by one patient, added or removed')
     """
     plan = private.plan
+    record = plan.unit if plan.examples_per_unit == 1 else "record"
     warnings = []
     if not plan.is_private:
         warnings.append("NOT PRIVATE: epsilon is infinite, the plan adds no noise that protects anybody")
+    if plan.paper_accounting:
+        warnings.append(
+            "NOT A GUARANTEE: batches of a fixed size were accounted with the formula of Poisson ones, as papers do; "
+            "epsilon is for comparison with such papers alone"
+        )
     if private.reproducible:
         warnings.append("NOT PRIVATE: a seed was given, and whoever knows it can subtract the noise")
     if plan.is_private and plan.delta >= 1 / plan.dataset_size:
         warnings.append(f"delta is not below 1/N = {1 / plan.dataset_size:.3g}: publishing one record would satisfy it")
     factor = sum(abs(a) for a in private.filter.coefficients) if private.filter.clip == "separate" else 1.0
     return PrivacyCard(
-        private=plan.is_private and not private.reproducible,
+        private=plan.is_guarantee and not private.reproducible,
         epsilon=private.epsilon,
         epsilon_planned=plan.epsilon,
         delta=plan.delta,
         unit=plan.unit,
         adjacency=f"{plan.adjacency}: {_ADJACENCY[plan.adjacency].format(unit=plan.unit)}",
-        sampling=_SAMPLING[plan.sampling].format(unit=plan.unit),
+        sampling=_SAMPLING[plan.sampling].format(record=record, cap=plan.max_batch_size),
         dataset_size=plan.dataset_size,
         batch_size=plan.batch_size,
+        max_batch_size=plan.max_batch_size,
+        examples_per_unit=plan.examples_per_unit,
+        paper_accounting=plan.paper_accounting,
         sample_rate=plan.sample_rate,
         noise=plan.noise,
         noise_multiplier=plan.noise_multiplier,
         noise_source="a seed (reproducible)" if private.reproducible else "a secret of the operating system, not kept",
-        clipping=_CLIPPING[plan.clipping].format(unit=plan.unit),
+        clipping=_CLIPPING[plan.clipping].format(record=record),
         max_grad_norm=plan.max_grad_norm,
         sensitivity=private.sensitivity,
         filter=repr(private.filter),
@@ -148,14 +168,15 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
 
 
 def _markdown(card: PrivacyCard) -> str:
+    unproved = "**NOT A GUARANTEE.** " if card.paper_accounting else ""
     promise = (
         f"**({_number(card.epsilon)}, {card.delta:.3g})-differential privacy** for each {card.unit}, "
         f"under {card.adjacency.partition(': ')[0]} adjacency."
         if card.private
-        else "**This run is NOT private.**"
+        else f"{unproved}**This run is NOT private.**"
     )
     facts = (
-        ("unit of privacy", f"one {card.unit}"),
+        ("unit of privacy", f"one {card.unit}{_records(card.examples_per_unit)}"),
         ("adjacency", card.adjacency),
         ("ε spent", f"{_number(card.epsilon)} (planned: {_number(card.epsilon_planned)})"),
         ("δ", f"{card.delta:.6g}"),
@@ -197,6 +218,10 @@ def _markdown(card: PrivacyCard) -> str:
         f"Made with {software}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _records(examples_per_unit: int) -> str:
+    return "" if examples_per_unit == 1 else f", with at most {examples_per_unit} records"
 
 
 def _number(value: float) -> str:
