@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ _DTYPES = {
 }
 
 
-def save_tree(path: str | os.PathLike[str], tree: Any) -> None:
+def save_tree(path: str | os.PathLike[str], tree: Any, keep_previous: bool = False) -> None:
     """Write nested dicts, lists and tuples of tensors, numbers, strings, booleans and None to `path`.
 
-    The file at `path` is either the old one or the new one, whole, whatever happens in between. Tensors are
-    saved from any device as contiguous copies, subclasses of the containers as the plain type.
+    The file at `path` is either the old one or the new one, whole, whatever happens in between; with `keep_previous`
+    the old one stays as `previous_of(path)`. Tensors are saved from any device as contiguous copies, subclasses of the
+    containers as the plain type.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -53,6 +55,8 @@ def save_tree(path: str | os.PathLike[str], tree: Any) -> None:
         save_file(tensors, partial, metadata=metadata)
         with safe_open(partial, framework="pt"):  # what cannot be read back must not replace what can
             _flush(partial)
+        if keep_previous and path.exists():
+            _keep(path)
         os.replace(partial, path)
         _flush(path.parent)
     except (OSError, SafetensorError) as error:
@@ -63,6 +67,28 @@ def save_tree(path: str | os.PathLike[str], tree: Any) -> None:
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def previous_of(path: str | os.PathLike[str]) -> Path:
+    """Where the checkpoint before the one at `path` is kept.
+
+    >>> previous_of("run/state.safetensors").name
+    'state.previous.safetensors'
+    """
+    path = Path(path)
+    return path.with_name(f"{path.stem}.previous{path.suffix}")
+
+
+def _keep(path: Path) -> None:
+    """A second name for the file, so that `path` itself is there at every moment; a copy where there are no links."""
+    partial = path.with_name(f".{path.name}.previous")
+    with contextlib.suppress(FileNotFoundError):
+        partial.unlink()
+    try:
+        os.link(path, partial)
+    except OSError:
+        shutil.copyfile(path, partial)
+    os.replace(partial, previous_of(path))
 
 
 def load_tree(path: str | os.PathLike[str]) -> Any:

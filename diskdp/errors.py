@@ -40,6 +40,10 @@ class FilterError(DiskDPError, ValueError):
     """Filter parameters outside their range."""
 
 
+class NonFiniteError(DiskDPError):
+    """A noised gradient that is not finite: the weights were not moved."""
+
+
 class BudgetExhausted(DiskDPError):
     """One more step would spend more than the plan allows."""
 
@@ -78,6 +82,10 @@ class TruncationWarning(DiskDPWarning):
 
 class LowPrecisionWarning(DiskDPWarning):
     """Weights kept in so few bits that small updates do not change them."""
+
+
+class StuckWeightsWarning(DiskDPWarning):
+    """Trainable weights that the optimizer's first steps left where they were."""
 
 
 class UnusedParameterWarning(DiskDPWarning):

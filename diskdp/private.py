@@ -1,4 +1,4 @@
-"""The step: batch -> clipped sum -> ledger entry -> noise -> filter -> optimizer.
+"""The step: batch -> clipped sum -> noise -> ledger entry -> filter -> optimizer.
 
 Assumes that batches come from `PrivateTraining.loader`, which samples them the way the plan's accountant assumes.
 """
@@ -9,6 +9,7 @@ import inspect
 import math
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from diskdp.accounting import composed_epsilon
 from diskdp.backoff import add_all
 from diskdp.checkpoint import load_tree, save_tree
 from diskdp.clipping import Clipper
@@ -27,7 +30,10 @@ from diskdp.errors import (
     GradientError,
     LowPrecisionWarning,
     MemoryLimitError,
+    NoiseError,
+    NonFiniteError,
     SamplingError,
+    StuckWeightsWarning,
 )
 from diskdp.filters import DiSK, Filter
 from diskdp.gradients import (
@@ -42,7 +48,7 @@ from diskdp.gradients import (
     clip,
     refuse_modules,
 )
-from diskdp.ledger import Ledger
+from diskdp.ledger import Ledger, Release
 from diskdp.memory import (
     FRACTIONS,
     Fit,
@@ -54,9 +60,9 @@ from diskdp.memory import (
     peak_memory,
     shown_memory,
 )
-from diskdp.noise import GaussianNoise, Secret
+from diskdp.noise import KEYED_BY_SUM, GaussianNoise, Secret, bound_key, noise_source
 from diskdp.plan import Plan
-from diskdp.sampling import LogicalBatch, PoissonSampler, PrivateLoader
+from diskdp.sampling import LogicalBatch, PrivateLoader, Units, sampler_for
 
 _CHECKED_EXAMPLES = 8
 _MEASUREMENTS = 4  # of memory at one size, at most
@@ -89,8 +95,10 @@ class PrivateTraining:
         microbatch_size: int | Literal["auto"] | None,
         memory_budget: int | str | None,
         autotune: bool,
+        scheduler: LRScheduler | None,
         seed: int | None,
         ledger_path: Path | None,
+        key_path: Path | None,
     ) -> None:
         if not (microbatch_size in (None, "auto") or (isinstance(microbatch_size, int) and microbatch_size >= 1)):
             raise SamplingError(
@@ -115,13 +123,19 @@ class PrivateTraining:
         _warn_of_low_precision(self._parameters)
         refuse_modules(model)
         self._needs_closure = _check_evaluations(optimizer)
-        self._secret = Secret.from_os() if seed is None else Secret.from_seed(seed)
-        self._noise = GaussianNoise(self._secret)
-        self._ledger = Ledger(ledger_path, plan.fingerprint)
+        self.scheduler = scheduler
+        _check_scheduler(scheduler, optimizer)
+        _check_key(key_path, ledger_path, plan)
+        self._ledger = Ledger(ledger_path, plan.fingerprint, plan.to_json())
+        self._kept = seed is None and key_path is not None  # the secret outlives this process
+        self._secret = _secret(seed, key_path)
+        self._noise = noise_source(plan.noise, self._secret)
         self._filter_state = filter.start()
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
         self._loader: PrivateLoader | None = None  # the current one
+        self._still = _Still(self._parameters if plan.noise_multiplier else {})  # noise moves every weight
+        self._together = ("", math.inf)  # what was asked of the account last, and ε
         self._process = os.getpid()
         self._seeded = self._secret.reproducible  # also if only an earlier part of the training was
 
@@ -138,12 +152,17 @@ class PrivateTraining:
     @property
     def epsilon(self) -> float:
         """ε spent so far at the plan's δ, by the plan's accountant, repeated steps included."""
-        return self.plan.epsilon_after(self._ledger.spent)
+        return self.plan.epsilon_of(self._ledger.releases)
 
     @property
     def reproducible(self) -> bool:
         """Whether a seed was given, here or before a resumption: whoever knows it can subtract the noise."""
         return self._seeded
+
+    @property
+    def keeps_secret(self) -> bool:
+        """Whether the secret is kept in a file, so that a step that is run again comes out the same."""
+        return self._kept
 
     @property
     def sensitivity(self) -> float:
@@ -153,24 +172,31 @@ class PrivateTraining:
         return self.clipper.sensitivity
 
     def loader(
-        self, dataset: Any, collate_fn: Callable[[list[Any]], Any] | None = None, num_workers: int = 0
+        self,
+        dataset: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        units: Units | None = None,
     ) -> PrivateLoader:
         """The plan's remaining batches, drawn from ``dataset`` as the plan says.
 
+        ``units`` names each record's unit: none may have more records than the plan's ``examples_per_unit``.
         Checks the length of the data set against the plan, and on a few examples, on one, and on as many as a
         (micro)batch has that the model's per-example gradients can be established: structural faults are found here,
         before any training. With ``microbatch_size="auto"`` it then measures, on the first examples, how many fit.
         """
-        sampler = PoissonSampler(self.plan.dataset_size, self.plan.sample_rate, self._secret)
+        self._check_account()
         loader = PrivateLoader(
             dataset,
-            sampler,
+            sampler_for(self.plan, self._secret),
             plan_token=self.plan.fingerprint,
             first_step=self._step,
             last_step=self.plan.steps,
             microbatch_size=self.microbatch_size,
             collate_fn=collate_fn,
             num_workers=num_workers,
+            units=units,
+            examples_per_unit=self.plan.examples_per_unit,
         )
         random = RandomState.capture()
         count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
@@ -178,7 +204,7 @@ class PrivateTraining:
             count //= 2
         if count > 1:  # a batch of one is a structure of its own
             self._checked(loader, 1)
-        if self._automatic:
+        if self._automatic and not (self._step and self.microbatch_size):  # a run that goes on rounds as it did
             self.memory_fit = self._fitted(loader)
             self.microbatch_size = loader.microbatch_size = self.memory_fit.size
         usual = min(self.plan.dataset_size, self.microbatch_size or self.plan.batch_size)
@@ -212,21 +238,85 @@ class PrivateTraining:
         seen = _Seen()
         step = self._step
         parts = len(batch.sizes) * len(self._passes())
-        if parts == 1 and not self._automatic:
-            noised = self._summed_onto_noise(batch, seen)
+        if parts == 1 and not self._automatic and isinstance(self._noise, GaussianNoise):
+            noised = self._summed_onto_noise(batch, seen, self._noise)
         else:
             noised = self._summed_then_noised(batch, seen)
         try:
-            self._ledger.record(step, limit=self.plan.steps)  # before anything noised exists
-            self._update(noised())
+            gradients = noised()
+            self._charge(step, gradients)  # on disk before anything is computed from them that can be seen
+            _check_finite(gradients, self._parameters)
+            self._update(gradients)
             self._step += 1
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
         return seen.result(step, batch.size)
 
+    def _charge(self, step: int, gradients: list[Tensor]) -> None:
+        """Enter the noised result in the ledger, unless it is there: then this step was run before and came out equal.
+
+        What stands for sample and result there are keyed hashes: they tell one from another, and nothing else.
+        """
+        if self._ledger.path is None:
+            self._ledger.record(Release(step), self._affordable)
+            return
+        sample = self._secret.derive("sample of a step", step)[:16].hex()
+        digest = bound_key(self._secret, "result", step, (), dict(zip(self._parameters, gradients)))[:16].hex()
+        self._ledger.record(Release(step, sample, digest), self._affordable)
+
+    def _affordable(self, releases: Mapping[int, int]) -> bool:
+        """Whether these releases, {times: samples}, are no more than the plan pays for."""
+        whole = {1: self.plan.steps}
+        if releases.keys() <= {1}:
+            return releases.get(1, 0) <= self.plan.steps and self._account_pays(whole)
+        if not self.plan.is_private:
+            return sum(times * samples for times, samples in releases.items()) <= self.plan.steps
+        return self.plan.epsilon_of(releases) <= self.plan.epsilon_of(whole) and self._account_pays(releases)
+
+    def _check_account(self) -> None:
+        account = self._ledger.account
+        if account is not None and not self._account_pays({1: self.plan.steps}):
+            raise BudgetExhausted(
+                f"{self._ledger.path}: the account of (epsilon {account.epsilon:g}, delta {account.delta:g}) has no "
+                f"room for this plan beside the {len(self._ledger.others)} runs so far: together they would spend "
+                f"epsilon {self._spent_together({1: self.plan.steps}):.4g}; give the plan a smaller epsilon or fewer "
+                "steps"
+            )
+
+    def _account_pays(self, releases: Mapping[int, int]) -> bool:
+        """Whether the account, if the ledger has one, has room for these releases beside those of the other runs."""
+        account = self._ledger.account
+        return account is None or self._spent_together(releases) <= account.epsilon
+
+    def _spent_together(self, releases: Mapping[int, int]) -> float:
+        """The ε of all runs in the ledger, this one's releases being these, at the account's δ."""
+        account, others = self._ledger.account, self._ledger.others
+        assert account is not None
+        key = repr((others, sorted(releases.items())))
+        if self._together[0] != key:
+            plans = [(Plan.from_json(text), dict(counts)) for text, counts in others] + [(self.plan, dict(releases))]
+            runs = [(plan.mechanism, plan.noise_multiplier, counts) for plan, counts in plans]
+            self._together = key, composed_epsilon(runs, account.delta)
+        return self._together[1]
+
+    @property
+    def epsilon_together(self) -> float:
+        """ε of all runs on the data set so far, if the ledger is an account (`diskdp.ledger.open_account`)."""
+        if self._ledger.account is None:
+            return self.epsilon
+        return self._spent_together(self._ledger.releases)
+
+    def _may_go_on(self) -> bool:
+        """Whether the step that is due is one that was charged already, or one that the plan still pays for."""
+        sample = self._secret.derive("sample of a step", self._step)[:16].hex()
+        once_more = Counter(self._ledger.releases)
+        once_more[1] += 1
+        return self._ledger.knows(sample) or self._affordable(once_more)
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a later `load_state_dict` needs, the model's and the optimizer's state included.
+        """Everything that a later `load_state_dict` needs: the state of model, optimizer, scheduler and filter, and
+        torch's, numpy's and Python's global generators, from which dropout and augmentation draw.
 
         Belongs to the private half of a run: the plan's guarantee covers the weights and the filter, but the secret
         of the noise is never in it.
@@ -238,8 +328,12 @@ class PrivateTraining:
             "optimizer_class": type(self.optimizer).__qualname__,
             "step": self._step,
             "spent": self._ledger.spent,
-            "recorded": self._ledger.recorded,
+            "ledger": self._ledger.head,
+            "run": self._ledger.run,
             "seeded": self._seeded,
+            "microbatch_size": self.microbatch_size,
+            "random": RandomState.capture().to_tree(),
+            "scheduler": None if self.scheduler is None else _copied(self.scheduler.state_dict()),
             "model": {name: t.detach().clone() for name, t in self.model.state_dict().items()},
             "optimizer": _copied(self.optimizer.state_dict()),
             "filter_state": self._filter_state.state_dict(),
@@ -249,7 +343,8 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the same plan and filter. What was spent is never counted down.
 
-        Without a seed, sampling and noise go on from a new secret: a repeated step is a new event, and is charged.
+        With a kept key (or a seed) a step that is run again comes out the same, bit for bit, and costs nothing. Without
+        one, sampling and noise go on from a new secret: a repeated step is a new event, and is charged.
         """
         for key, own in (
             ("plan", self.plan.fingerprint),
@@ -262,13 +357,25 @@ class PrivateTraining:
                     f"the checkpoint belongs to another {what} ({state.get(key)}, here {own}); "
                     f"resume with the {what} it was made with"
                 )
-        if self._ledger.recorded < state["recorded"]:
-            where = "no ledger_path was given" if self._ledger.path is None else f"{self._ledger.path} has fewer"
+        recorded, head = state["ledger"]
+        if not self._ledger.follows((recorded, head)):
+            where = (
+                "no ledger_path was given"
+                if self._ledger.path is None
+                else f"{self._ledger.path} has fewer or others: it was cut short, or is another run's"
+            )
             raise CheckpointError(
-                f"the checkpoint's run has a ledger of {state['recorded']} steps or more, and {where}: what was spent "
-                "since would not count; resume with the run's own ledger"
+                f"the checkpoint's run has a ledger of {recorded} entries or more, and {where}; what was spent "
+                "since would not count: resume with the run's own ledger"
+            )
+        if (self.scheduler is None) != (state["scheduler"] is None):
+            raise CheckpointError(
+                "the checkpoint was made with a scheduler and there is none here"
+                if self.scheduler is None
+                else "the checkpoint was made without a scheduler; resume without one"
             )
         _check_fits(self.model, state["model"])
+        self._ledger.go_on_as(state["run"])
         self._ledger.at_least(int(state["spent"]))
         self._seeded = self._seeded or bool(state["seeded"])
         self.model.load_state_dict(state["model"])
@@ -280,12 +387,20 @@ class PrivateTraining:
         self._filter_state.load_state_dict(state["filter_state"])
         lookahead = state["lookahead"]
         self._lookahead = None if lookahead is None else {name: t.clone() for name, t in lookahead.items()}
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self._automatic:  # with as many examples at once as before, sums round as before
+            self.microbatch_size = state["microbatch_size"]
         self._step = int(state["step"])
         self._renew_secret()
+        RandomState.from_tree(state["random"]).restore()
 
     def save(self, path: str | Path) -> None:
-        """Write state and plan to one file (safetensors); the previous file stays whole until it is replaced."""
-        save_tree(path, {"plan": self.plan.to_json(), "state": self.state_dict()})
+        """Write state and plan to one file (safetensors).
+
+        The file that was there stays whole until it is replaced, and is kept beside the new one as ``NAME.previous``.
+        """
+        save_tree(path, {"plan": self.plan.to_json(), "state": self.state_dict()}, keep_previous=True)
 
     def __deepcopy__(self, memo: Any = None) -> PrivateTraining:
         raise SamplingError(
@@ -296,12 +411,23 @@ class PrivateTraining:
     __copy__ = __reduce__ = __deepcopy__  # type: ignore[assignment]
 
     def _renew_secret(self) -> None:
-        """Sampling and noise go on from a new secret (a seeded run has none to protect); loaders must be made anew."""
+        """Sampling and noise go on from a new secret; loaders must be made anew.
+
+        A seeded run has none to protect. A kept one stays: its noise is another one for another sum, and the ledger
+        knows by the sample what was released of it before.
+        """
         self._loader = None
         self._process = os.getpid()
-        if not self._secret.reproducible:
+        if not self._secret.reproducible and not self._kept:
             self._secret = Secret.from_os()
-        self._noise = GaussianNoise(self._secret)  # a thread of its own does not survive a fork
+            self._pad_epoch()
+        self._noise = noise_source(self.plan.noise, self._secret)  # a thread of its own does not survive a fork
+
+    def _pad_epoch(self) -> None:
+        """New permutations in the middle of an epoch may bring every record once more: both parts count as epochs."""
+        if self.plan.sampling == "shuffled":
+            spent, epoch = self._ledger.spent, self.plan.steps_per_epoch
+            self._ledger.at_least(spent + -spent % epoch + self._step % epoch)
 
     def _accept(self, batch: LogicalBatch) -> None:
         if os.getpid() != self._process:
@@ -329,7 +455,7 @@ class PrivateTraining:
                 "the model was cast or moved after privatize(), and the optimizer's and the filter's state was not; "
                 "call .to(...) before the optimizer is made, or make a new private training"
             )
-        if self._ledger.spent >= self.plan.steps:
+        if not self._may_go_on():
             raise BudgetExhausted(
                 f"all {self.plan.steps} steps of the plan have been charged (epsilon {self.epsilon:.4g} at delta "
                 f"{self.plan.delta:g}); one more would pass the plan. Training ends here"
@@ -374,12 +500,12 @@ class PrivateTraining:
                 seen.add(clipped)
             yield weight / self.plan.batch_size, clipped
 
-    def _summed_onto_noise(self, batch: LogicalBatch, seen: _Seen) -> Callable[[], list[Tensor]]:
+    def _summed_onto_noise(self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise) -> Callable[[], list[Tensor]]:
         """Clipped gradients of a batch in one part; what is returned sums them, in the memory of the noise.
 
         The noise does not depend on them and is made beside them.
         """
-        noise = self._noise.begin(self._parameters, self._noise_std, self._step) if self._noise_std else None
+        noise = source.begin(self._parameters, self._noise_std, self._step) if self._noise_std else None
         [(examples, microbatch)] = zip(batch.sizes, batch.microbatches())
         [(weight, clipped)] = self._clipped(microbatch, examples, seen)
 
@@ -426,8 +552,7 @@ class PrivateTraining:
         if budget is None:
             # what the filter, the look-ahead point and an optimizer such as Adam are yet to take stays free
             budget = int(FRACTIONS.get(device.type, 0.5) * max(0, available_memory(device) - 4 * held))
-        expected, rate = self.plan.dataset_size * self.plan.sample_rate, self.plan.sample_rate
-        largest = math.ceil(expected + 6 * math.sqrt(expected * (1 - rate)))  # P(a larger batch) < 1e-8
+        largest = sampler_for(self.plan, self._secret).largest_batch
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
 
         def work(size: int) -> None:
@@ -451,7 +576,7 @@ class PrivateTraining:
             return None
 
         try:
-            fit = largest_fit(peak_of, budget, min(self.microbatch_size or largest, largest, self.plan.dataset_size))
+            fit = largest_fit(peak_of, budget, min(self.microbatch_size or largest, largest))
         finally:
             with torch.no_grad():
                 for name, buffer in self.model.named_buffers():
@@ -483,12 +608,16 @@ class PrivateTraining:
                 parameter.grad = None  # optimizers move a frozen parameter too, along a gradient that it still has
         for parameter, gradient in zip(self._parameters.values(), gradients):
             parameter.grad = gradient.to(parameter.dtype)
+        self._still.before(self.optimizer)
         if self._needs_closure:
             self.optimizer.step(lambda: 0.0)
         else:
             self.optimizer.step()
+        self._still.after()
         for parameter in self._parameters.values():
             parameter.grad = None  # a second optimizer step must not see it
+        if self.scheduler is not None:
+            self.scheduler.step()
         advance_buffers(self.model)
         if gamma is not None and self._lookahead is not None:
             torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
@@ -508,8 +637,10 @@ class _Privatize:
         microbatch_size: int | Literal["auto"] | None = None,
         memory_budget: int | str | None = None,
         autotune: bool = False,
+        scheduler: LRScheduler | None = None,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
+        key_path: str | Path | None = None,
     ) -> PrivateTraining:
         """Train ``model`` by ``optimizer`` under ``plan``.
 
@@ -517,9 +648,11 @@ class _Privatize:
         are worked on at once and changes nothing else; "auto" finds the most that fit into ``memory_budget`` (bytes or
         a text such as "4 GiB": what a step may take beyond the weights and states; a part of what is free, unless
         given), and goes on with fewer where memory runs out. ``autotune`` chooses the method for each layer's norms by
-        timing instead of by estimate, which costs a moment once and may round differently. ``seed`` makes the run
-        reproducible, and not private.
-        ``ledger_path`` names a file in which every step is recorded before it is released.
+        timing instead of by estimate, which costs a moment once and may round differently. ``scheduler`` moves on after
+        every step, and is saved with the rest. ``seed`` makes the run reproducible, and not private.
+        ``ledger_path`` names a file in which every step is recorded before it is released. ``key_path`` names a file in
+        which the secret of sampling and noise is kept, so that a run that was cut off goes on bit for bit and pays for
+        no step twice; it takes a ledger, and noise that is keyed by the sum ("secure" or "discrete").
 
         >>> model = nn.Linear(2, 1)
         >>> plan = Plan(dataset_size=100, batch_size=10, steps=5, noise_multiplier=2.0, delta=1e-5)
@@ -531,9 +664,19 @@ class _Privatize:
         >>> [private.step(batch).step for batch in private.loader(data)]
         [0, 1, 2, 3, 4]
         """
-        path = None if ledger_path is None else Path(ledger_path)
         return PrivateTraining(
-            model, optimizer, plan, loss_fn, filter, microbatch_size, memory_budget, autotune, seed, path
+            model,
+            optimizer,
+            plan,
+            loss_fn,
+            filter,
+            microbatch_size,
+            memory_budget,
+            autotune,
+            scheduler,
+            seed,
+            None if ledger_path is None else Path(ledger_path),
+            None if key_path is None else Path(key_path),
         )
 
     def resume(
@@ -548,8 +691,10 @@ class _Privatize:
         microbatch_size: int | Literal["auto"] | None = None,
         memory_budget: int | str | None = None,
         autotune: bool = False,
+        scheduler: LRScheduler | None = None,
         seed: int | None = None,
         ledger_path: str | Path | None = None,
+        key_path: str | Path | None = None,
     ) -> PrivateTraining:
         """Go on from a file that `PrivateTraining.save` wrote; ``plan``, if given, must be the one saved there."""
         tree = load_tree(path)
@@ -567,14 +712,56 @@ class _Privatize:
             microbatch_size=microbatch_size,
             memory_budget=memory_budget,
             autotune=autotune,
+            scheduler=scheduler,
             seed=seed,
             ledger_path=ledger_path,
+            key_path=key_path,
         )
         private.load_state_dict(tree["state"])
         return private
 
 
 privatize = _Privatize()
+
+
+class _Still:
+    """Whether the optimizer moves the weights that the model uses: looked at until each was seen to move."""
+
+    _STEPS = 3  # with a learning rate; the first of a warm-up may be too small to show in float32
+    _ELEMENTS = 64
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._names = list(parameters)
+        self._waiting = dict(parameters)
+        self._before: dict[str, Tensor] = {}
+        self._steps = 0
+
+    def before(self, optimizer: torch.optim.Optimizer) -> None:
+        rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
+        self._before = {n: self._some(p).clone() for n, p in self._waiting.items() if rates.get(id(p), 1.0) > 0}
+
+    def after(self) -> None:
+        if not self._before:
+            return
+        for name, before in self._before.items():
+            if not torch.equal(self._some(self._waiting[name]), before):
+                del self._waiting[name]
+        self._steps += 1
+        if self._steps < self._STEPS:
+            return
+        stuck, self._waiting = list(self._waiting), {}
+        message = (
+            f"{', '.join(stuck[:4])}: not moved by {self._STEPS} steps of the optimizer: its learning rate is too "
+            "small for the precision of the weights, or it moves other tensors than the model's; make the optimizer "
+            "after the model's last change"
+        )
+        if stuck and len(stuck) == len(self._names):
+            raise GradientError(message)
+        if stuck:
+            warnings.warn(message, StuckWeightsWarning, stacklevel=5)
+
+    def _some(self, parameter: Tensor) -> Tensor:
+        return parameter.detach().reshape(-1)[: self._ELEMENTS]
 
 
 class _Sums:
@@ -648,6 +835,47 @@ def _warn_of_low_precision(parameters: Mapping[str, Tensor]) -> None:
             "keep what trains in float32 and compute under torch.autocast (what is frozen may stay as it is)",
             LowPrecisionWarning,
             stacklevel=4,
+        )
+
+
+def _check_key(key_path: Path | None, ledger_path: Path | None, plan: Plan) -> None:
+    if key_path is None:
+        return
+    if plan.noise not in KEYED_BY_SUM:
+        raise NoiseError(
+            f"key_path: noise={plan.noise!r} does not depend on the sum, so a step that is run again with a kept key "
+            f"could release two sums under the same noise; use noise={' or '.join(map(repr, KEYED_BY_SUM))}"
+        )
+    if ledger_path is None:
+        raise NoiseError(
+            "key_path: a kept key draws the same samples again, which only a ledger can tell; add ledger_path"
+        )
+
+
+def _secret(seed: int | None, key_path: Path | None) -> Secret:
+    if seed is not None:
+        return Secret.from_seed(seed)
+    return Secret.from_os() if key_path is None else Secret.kept(key_path)
+
+
+def _check_scheduler(scheduler: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise GradientError(
+            "ReduceLROnPlateau decides by a loss that carries no noise, so the weights would depend on it outside the "
+            "guarantee; use a schedule of the step alone"
+        )
+    if scheduler is not None and scheduler.optimizer is not optimizer:
+        raise GradientError("the scheduler was made for another optimizer; make it from the one that privatize() gets")
+
+
+def _check_finite(gradients: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
+    """Stop on the noised result alone: the decision costs no privacy, and the weights are as they were."""
+    largest = torch.stack([n.to("cpu", torch.float64) for n in torch._foreach_norm(gradients, math.inf)])
+    if not bool(largest.isfinite().all()):
+        names = [name for name, norm in zip(parameters, largest) if not norm.isfinite()]
+        raise NonFiniteError(
+            f"{', '.join(names[:4])}: the noised gradient is not finite, so no weight was moved (the step is charged); "
+            "lower the learning rate, or max_grad_norm if it is near the largest float"
         )
 
 

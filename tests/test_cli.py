@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from diskdp.cli.config import ModelConfig, load_run
 from diskdp.cli.folder import RunFolder
 from diskdp.datasets import load_table
 from diskdp.datasets.split import DataInfo, Split
+from diskdp.ledger import Ledger
 from diskdp.report.card import card_of
 from diskdp.zoo import accuracy, build, classification_loss
 
@@ -162,13 +165,20 @@ def test_run_folder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "private/config.json",
         "private/metrics.jsonl",
         "private/checkpoint.safetensors",
+        "private/checkpoint.previous.safetensors",
         "private/ledger.jsonl",
+        "private/.ledger.jsonl.lock",
+        "private/key",
     }
+    assert (out / "private/key").stat().st_mode & 0o777 == 0o600
+    assert (out / "private").stat().st_mode & 0o777 == 0o700
     # What was taken from where.
     assert "age: numeric, clipped to [0, 100], linear onto [-1, 1] (declared in schema.toml)" in printed.out
     assert f"N = {ROWS}: the number of training rows" in printed.out
 
-    plan = Plan(dataset_size=ROWS, batch_size=20, epochs=3, noise_multiplier=1.0, delta=1e-3, unit="person")
+    plan = Plan(
+        dataset_size=ROWS, batch_size=20, epochs=3, noise_multiplier=1.0, delta=1e-3, unit="person", noise="secure"
+    )
     facts = card(folder)
     assert facts["private"] is True
     assert facts["epsilon"] == pytest.approx(plan.epsilon_after(12), rel=1e-6)
@@ -454,9 +464,8 @@ def test_lost_steps_stay_charged(folder: Path, capsys: pytest.CaptureFixture[str
     assert train(folder, "--out", str(folder / "early")) == 130
     private = folder / "early" / "private"
     done = len((private / "ledger.jsonl").read_text().splitlines())
-    lost = (private / "ledger.jsonl").read_text().splitlines()[:1] * 2
-    with (private / "ledger.jsonl").open("a") as file:
-        file.write("\n".join(lost) + "\n")
+    fingerprint = json.loads((private / "ledger.jsonl").read_text().splitlines()[0])["run"]
+    Ledger(private / "ledger.jsonl", fingerprint).at_least(done + 2)  # of samples that nobody knows
     model = (folder / "cli_test_models.py").read_text()
     (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
     del sys.modules["cli_test_models"]
@@ -475,7 +484,7 @@ def test_lost_steps_stay_charged(folder: Path, capsys: pytest.CaptureFixture[str
         (["--noise-multiplier", "2"], "another plan .*noise_multiplier: then 1.0, now 2.0"),
         (["--kappa", "0.5"], "another filter .*kappa: then 0.7, now 0.5"),
         (["--lr", "1"], "another optimizer"),
-        (["--seed", "1"], "another seed"),
+        (["--seed", "1", "--set", "plan.noise=secure"], "another seed"),
     ],
 )
 def test_resume_with_another_configuration(
@@ -665,3 +674,109 @@ def test_a_model_is_tried_on_made_up_data_and_only_weights_are_released(tmp_path
     folder = RunFolder(tmp_path)
     folder.publish(model, card_of(private))
     assert load_file(folder.weights).keys() == {"bias", "layer.weight", "layer.bias"}
+
+
+# Killed, copied, accounted together
+
+
+def killed_after(folder: Path, steps: int, *flags: str) -> None:
+    """`diskdp train` in a process of its own, killed when its ledger has so many steps."""
+    command = [sys.executable, "-m", "diskdp", "train", str(folder / "run.toml"), *flags]
+    process = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    ledger = folder / "out/private/ledger.jsonl"
+    end = time.monotonic() + 120
+    while not ledger.exists() or ledger.read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    process.kill()
+    process.communicate()
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two kills between checkpoints; the key of the killed run makes an undisturbed one to compare with."""
+    edit(folder, "epochs = 3", "steps = 300")
+    edit(folder, "lr = 0.5", "lr = 0.5\noptions = { momentum = 0.9 }")
+    every = ("--set", "run.checkpoint_every=7", "--set", "run.eval_every=100")
+    killed_after(folder, 20, *every)
+    killed_after(folder, 90, *every, "--resume")
+    assert train(folder, *every, "--resume") == 0
+    assert card(folder)["steps_charged"] == 300
+    assert (folder / "out/private/ledger.jsonl").read_bytes().count(b"\n") == 300
+
+    whole = folder / "whole"
+    (whole / "private").mkdir(parents=True)
+    shutil.copy2(folder / "out/private/key", whole / "private/key")
+    assert train(folder, *every, "--out", str(whole), "--resume") == 0  # a run that was cut off before its first step
+    found, expected = (load_file(out / "release/weights.safetensors") for out in (folder / "out", whole))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_copy_goes_on_with_a_key_of_its_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
+    assert train(folder) == 130
+    model = (folder / "cli_test_models.py").read_text()
+    (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
+    del sys.modules["cli_test_models"]
+    assert run(["copy", str(folder / "out"), str(folder / "twin")]) == 0
+    assert not (folder / "twin/private/key").exists()
+    assert run(["copy", str(folder / "out"), str(folder / "twin")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    for out in ("out", "twin"):
+        assert train(folder, "--out", str(folder / out), "--resume") == 0
+        assert card(folder, out)["steps_charged"] == 12
+    keys = {(folder / out / "private/key").read_text() for out in ("out", "twin")}
+    assert len(keys) == 2
+    one, other = (load_file(folder / out / "release/weights.safetensors") for out in ("out", "twin"))
+    assert not any(torch.equal(one[name], other[name]) for name in one)
+    assert run(["copy", str(folder / "nothing"), str(folder / "new")]) == 2
+    assert not (folder / "new").exists()
+
+
+def test_a_damaged_checkpoint_says_what_is_whole(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
+    assert train(folder) == 130
+    model = (folder / "cli_test_models.py").read_text()
+    (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
+    del sys.modules["cli_test_models"]
+    private = folder / "out/private"
+    whole = (private / "checkpoint.safetensors").read_bytes()
+    (private / "checkpoint.safetensors").write_bytes(whole[: len(whole) // 2])
+    capsys.readouterr()
+    assert train(folder, "--resume") == 2
+    assert re.search("not a whole checkpoint.*checkpoint.previous.safetensors beside it is whole", one_error(capsys))
+    shutil.copyfile(private / "checkpoint.previous.safetensors", private / "checkpoint.safetensors")
+    assert train(folder, "--resume") == 0
+    assert card(folder)["steps_charged"] == 12  # the steps in between came out the same
+    (private / "checkpoint.safetensors").unlink()
+    assert train(folder, "--resume") == 2
+    assert "is missing, but the ledger has steps" in one_error(capsys)
+
+
+def test_runs_of_one_account(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    account = folder / "data.jsonl"
+    assert train(folder, "--set", f"run.ledger={account}") == 2
+    assert "begin one with diskdp ledger --new" in one_error(capsys)
+    assert run(["ledger", "--new", str(account), "--epsilon", "6.5", "--delta", "1e-3"]) == 0
+    for out in ("one", "two"):
+        assert train(folder, "--set", f"run.ledger={account}", "--out", str(folder / out)) == 0
+    capsys.readouterr()
+    assert train(folder, "--set", f"run.ledger={account}", "--out", str(folder / "three")) == 2
+    assert "no room for this plan beside the 2 runs" in one_error(capsys)
+    assert not (folder / "three").exists()
+    assert run(["ledger", str(account), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = Plan(dataset_size=ROWS, batch_size=20, steps=24, noise_multiplier=1.0, delta=1e-3)
+    assert found["epsilon"] == pytest.approx(plan.epsilon, rel=1e-6)
+    assert [entry["releases"] for entry in found["runs"]] == [12, 12]
+    assert found["epsilon"] < 6.5 < sum(entry["epsilon"] for entry in found["runs"])
+
+    assert train(folder) == 0  # a run with a ledger of its own, counted in by its folder
+    capsys.readouterr()
+    assert run(["ledger", str(account), str(folder / "out"), "--json"]) == 0
+    more = Plan(dataset_size=ROWS, batch_size=20, steps=36, noise_multiplier=1.0, delta=1e-3)
+    assert json.loads(capsys.readouterr().out)["epsilon"] == pytest.approx(more.epsilon, rel=1e-6)
+    assert run(["ledger", str(folder / "out")]) == 0
+    assert "together: ε =" in capsys.readouterr().out
+    for wrong in (folder / "out/private/ledger.jsonl", folder / "none", folder, folder / "one"):
+        assert run(["ledger", str(wrong)]) == 2

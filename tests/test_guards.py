@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, NoFilter, Plan, clipped_gradient, privatize
-from diskdp.errors import BudgetExhausted, CheckpointError, GradientError, SamplingError
+from diskdp.errors import CheckpointError, GradientError, SamplingError
 from diskdp.gradients import Engine
 from diskdp.gradients.rules import default_rules
 from diskdp.gradients.trace import Trace
-from diskdp.ledger import Ledger
 from tests import oracle
 from tests.models import Lambda, classify, parameter
 
@@ -577,44 +576,6 @@ def test_sparse_adam_is_refused() -> None:
     plan = Plan(dataset_size=N, batch_size=10, steps=3, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(GradientError, match="SparseAdam"):
         privatize(model, torch.optim.SparseAdam(model.parameters()), plan, loss_fn=classify)
-
-
-def test_a_torn_ledger_line_counts_and_stays_readable(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, "abc")
-    ledger.record(0, limit=9)
-    with path.open("ab") as file:
-        file.write(b'{"plan": "abc", "st')
-    assert Ledger(path, "abc").spent == 2
-    torn = Ledger(path, "abc")
-    torn.record(1, limit=9)
-    assert Ledger(path, "abc").spent == 3
-    with pytest.raises(CheckpointError, match="another plan"):
-        Ledger(path, "other")
-    path.write_text("not a ledger\n")
-    with pytest.raises(CheckpointError, match="line 1 is damaged"):
-        Ledger(path, "abc")
-
-
-def test_two_trainings_on_one_ledger_cannot_pass_the_plan(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    one, other = Ledger(path, "abc"), Ledger(path, "abc")
-    for step in range(3):
-        one.record(step, limit=5)
-    other.record(0, limit=5)
-    assert one.spent == other.spent == 4
-    other.record(1, limit=5)
-    with pytest.raises(BudgetExhausted, match="or another"):
-        one.record(3, limit=5)
-    assert len(path.read_text().splitlines()) == 5
-
-
-def test_a_ledger_is_filled_up_to_what_a_checkpoint_says(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.jsonl"
-    ledger = Ledger(path, "abc")
-    ledger.at_least(3)
-    ledger.at_least(2)
-    assert ledger.spent == Ledger(path, "abc").spent == 3
 
 
 def test_resuming_needs_the_ledger_that_was_kept(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diskdp import __version__
-from diskdp.cli import bench, demo, explain, plan, train
+from diskdp.cli import bench, copy, demo, explain, ledger, plan, train
 from diskdp.cli.console import complain, warnings_on_one_line
 from diskdp.errors import DiskDPError
 
@@ -19,7 +19,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo.demo, plan.plan, train.train, explain.explain, bench.bench):
+for command in (demo.demo, plan.plan, train.train, copy.copy, ledger.ledger, explain.explain, bench.bench):
     app.command()(command)
 
 

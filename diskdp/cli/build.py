@@ -48,7 +48,7 @@ def load_data(config: DataConfig) -> Split:
     return load_table(config.train, config.test, config.schema)
 
 
-def build_plan(config: PlanConfig, rows: int) -> Plan:
+def build_plan(config: PlanConfig, rows: int, seeded: bool) -> Plan:
     """The plan; N is the number of training rows, taken as public, or the declared one."""
     return Plan(
         dataset_size=rows if config.dataset_size is None else config.dataset_size,
@@ -63,7 +63,7 @@ def build_plan(config: PlanConfig, rows: int) -> Plan:
         sampling=config.sampling,
         adjacency=config.adjacency,
         accountant=config.accountant,
-        noise=config.noise,
+        noise=config.noise or ("gaussian" if seeded else "secure"),
         unit=config.unit,
         max_batch_size=config.max_batch_size,
         examples_per_unit=config.examples_per_unit,

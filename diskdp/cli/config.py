@@ -60,7 +60,11 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The plan's settings; ``dataset_size`` is the number of training rows unless it is given."""
+    """The plan's settings; ``dataset_size`` is the number of training rows unless it is given.
+
+    Noise is "secure" unless it is given, so that a run can be gone on with bit for bit; "gaussian" under a seed, so
+    that microbatches and threads change nothing beyond rounding.
+    """
 
     delta: float
     batch_size: int | None = None
@@ -74,7 +78,7 @@ class PlanConfig:
     sampling: str = "poisson"
     adjacency: str = "add-remove"
     accountant: str = "pld"
-    noise: str = "gaussian"
+    noise: str | None = None
     unit: str = "example"
     max_batch_size: int | None = None
     examples_per_unit: int = 1
@@ -105,6 +109,7 @@ class RunSettings:
     num_workers: int = 0
     eval_every: int | None = None
     checkpoint_every: int | None = None
+    ledger: Path | None = None
     seed: int | None = None
 
 

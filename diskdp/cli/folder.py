@@ -5,9 +5,11 @@ Assumes one process a folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +18,16 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
+from diskdp.checkpoint import load_tree, previous_of
 from diskdp.errors import CheckpointError, ConfigError
 from diskdp.report.card import PrivacyCard
 
 _README = (
     "`release/` (weights, privacy card) may be released under the guarantee on its card; `private/` "
-    "(configuration, metrics, checkpoint, ledger) may not: it holds un-noised figures of the training data.\n"
+    "(configuration, metrics, checkpoints, ledger, key) may not: it holds un-noised figures of the training data, and "
+    "whoever has the key can subtract the noise.\n"
 )
+_COPIED = ("config.json", "checkpoint.safetensors", "ledger.jsonl", "metrics.jsonl")
 _NOTICE = "un-noised figures of the training data: for the data holder alone, not covered by the guarantee"
 
 
@@ -57,6 +62,10 @@ class RunFolder:
         return self.private / "ledger.jsonl"
 
     @property
+    def key(self) -> Path:
+        return self.private / "key"
+
+    @property
     def metrics(self) -> Path:
         return self.private / "metrics.jsonl"
 
@@ -70,25 +79,92 @@ class RunFolder:
             raise ConfigError(f"{self.root}: exists already, left as it is; choose another --out, or --resume that run")
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """Make the folder with the resolved configuration in it."""
+        """Make the folder with the resolved configuration in it; its private half is for its owner alone."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.root.mkdir()
         except FileExistsError:
             self.refuse_existing()
             raise
-        self.private.mkdir()
-        (self.root / "README.md").write_text(_README, encoding="utf-8")
-        self.config.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        self.append({"notice": _NOTICE})
+        self.fill(config)
 
-    def require(self, config: Mapping[str, Any]) -> None:
-        """For going on with a run: it must be there, and the same but for the settings of speed."""
-        if not self.checkpoint.is_file():
+    def fill(self, config: Mapping[str, Any]) -> None:
+        """What belongs into the folder before training begins."""
+        self.private.mkdir(mode=0o700, exist_ok=True)
+        (self.root / "README.md").write_text(_README, encoding="utf-8")
+        self.append({"notice": _NOTICE})
+        self._write_config(config)
+
+    def discard(self) -> None:
+        """Remove a folder in which nothing was trained."""
+        if not self.ledger.exists():
+            shutil.rmtree(self.root, ignore_errors=True)
+
+    def _write_config(self, config: Mapping[str, Any]) -> None:
+        partial = self.config.with_suffix(".partial")
+        partial.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(partial, self.config)
+
+    def begun(self, config: Mapping[str, Any]) -> bool:
+        """For going on with a run: whether there is a checkpoint, of a run that is the same but for settings of speed.
+
+        A run that was cut off before its first checkpoint has released nothing, and begins anew.
+        """
+        if not self.private.is_dir():
             raise CheckpointError(f"{self.root}: no run to resume; leave out --resume")
+        if not self.checkpoint.is_file():
+            if self.ledger.exists():
+                previous = previous_of(self.checkpoint)
+                source = f"{previous.name} beside it" if previous.exists() else "a copy"
+                raise CheckpointError(
+                    f"{self.checkpoint}: is missing, but the ledger has steps; restore it from {source}"
+                )
+            return False
+        self._require_same(config)
+        return True
+
+    def damaged(self, error: CheckpointError) -> CheckpointError:
+        """The error, and what to do if it is that the checkpoint cannot be read."""
+        previous = previous_of(self.checkpoint)
+        try:
+            load_tree(self.checkpoint)
+        except CheckpointError:
+            with contextlib.suppress(CheckpointError):
+                step = load_tree(previous)["state"]["step"]
+                return CheckpointError(
+                    f"{error}. {previous.name} beside it is whole, of step {step}: copy it to {self.checkpoint.name}, "
+                    "then resume"
+                )
+        return error
+
+    def copy_to(self, root: Path) -> RunFolder:
+        """A copy of the run that goes on by itself, with a key of its own.
+
+        Under the same key it would draw the same batches as the original. The checkpoint is copied before the ledger,
+        so that the ledger has every step of it.
+        """
+        copy = RunFolder(root)
+        copy.refuse_existing()
+        if not self.checkpoint.is_file():
+            raise CheckpointError(f"{self.root}: no run to copy: it has no checkpoint")
+        try:
+            copy.private.mkdir(parents=True, mode=0o700)
+            shutil.copyfile(self.root / "README.md", root / "README.md")
+            for name in sorted(_COPIED):
+                if (self.private / name).exists():
+                    shutil.copyfile(self.private / name, copy.private / name)
+            config = json.loads(copy.config.read_text(encoding="utf-8"))
+            config["run"]["out"] = str(root.resolve())
+            copy._write_config(config)
+        except BaseException:
+            shutil.rmtree(root, ignore_errors=True)
+            raise
+        return copy
+
+    def _require_same(self, config: Mapping[str, Any]) -> None:
         try:
             before = json.loads(self.config.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.config}: damaged ({error}); restore it from a copy") from None
         for section in ("plan", "filter", "optimizer", "model", "data"):
             then, now = before.get(section), json.loads(json.dumps(config[section]))

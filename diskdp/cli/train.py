@@ -9,19 +9,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.progress import Progress, TaskID
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from diskdp.cli.build import build_filter, build_model, build_optimizer, build_plan, learning_rate, load_data
 from diskdp.cli.config import RunConfig, load_run, parse_settings
 from diskdp.cli.console import complain, print_table, progress_bars, say, table
 from diskdp.cli.folder import RunFolder
-from diskdp.errors import BudgetExhausted, ConfigError
+from diskdp.errors import BudgetExhausted, CheckpointError, ConfigError
+from diskdp.filters import Filter
+from diskdp.ledger import read_account
 from diskdp.memory import shown_memory
+from diskdp.noise import KEYED_BY_SUM
 from diskdp.plan import Plan
 from diskdp.private import PrivateTraining, privatize
 from diskdp.report.card import card_of
@@ -64,8 +70,8 @@ def train(
 ) -> None:
     """Train a model privately, as RUN.toml says; flags take the place of the file's values.
 
-    Writes one folder: release/ has weights and privacy card; private/ has configuration, metrics, checkpoint
-    and ledger. Ctrl-C saves a checkpoint, from which --resume goes on.
+    Writes one folder: release/ has weights and privacy card; private/ has configuration, metrics, checkpoints,
+    ledger and key. A run that was cut off, by Ctrl-C or by anything else, goes on with --resume.
     """
     flags: dict[str, object | None] = {
         "run.out": None if out is None else str(out.resolve()),
@@ -110,42 +116,26 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
         value = getattr(config.run, name)
         if value is not None and value < 1:
             raise ConfigError(f"[run] {name}: must be at least 1 step, got {value}")
+    _check_account(config.run.ledger)
     filter = build_filter(config.filter)
     split = load_data(config.data)
-    plan = build_plan(config.plan, len(split.train))
+    plan = build_plan(config.plan, len(split.train), config.run.seed is not None)
     model = build_model(config.model, split, code_folder)
     optimizer = build_optimizer(config.optimizer, model)
     resolved = config.as_json()
     resolved["plan"] = _resolved(plan)
-    if resume:
-        folder.require(resolved)
-        private = privatize.resume(
-            folder.checkpoint,
-            model,
-            optimizer,
-            plan,
-            loss_fn=classification_loss,
-            filter=filter,
-            microbatch_size=config.run.microbatch_size,
-            memory_budget=config.run.memory_budget,
-            autotune=config.run.autotune,
-            seed=config.run.seed,
-            ledger_path=folder.ledger,
-        )
-    else:
-        private = privatize(
-            model,
-            optimizer,
-            plan,
-            loss_fn=classification_loss,
-            filter=filter,
-            microbatch_size=config.run.microbatch_size,
-            memory_budget=config.run.memory_budget,
-            autotune=config.run.autotune,
-            seed=config.run.seed,
-            ledger_path=folder.ledger,
-        )
-    loader = private.loader(split.train, num_workers=config.run.num_workers)
+    begun = resume and folder.begun(resolved)
+    if resume and not begun:
+        folder.fill(resolved)
+    elif not resume:
+        folder.create(resolved)
+    try:
+        private = _training(config, folder, begun, model, optimizer, plan, filter)
+        loader = private.loader(split.train, num_workers=config.run.num_workers)
+    except BaseException:
+        if not resume:
+            folder.discard()
+        raise
     if private.memory_fit is not None:
         fit = private.memory_fit
         say(f"microbatches of {fit.size}: {shown_memory(fit.peak)} measured, {shown_memory(fit.slope)} an example")
@@ -153,17 +143,50 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
     say("taken as public, and from where:")
     for line in public:
         say(f"  {line}")
-    if resume:
+    if begun:
         folder.append({"event": "resumed", "step": private.steps_done})
         say(f"going on after step {private.steps_done} of {plan.steps}")
     else:
-        folder.create(resolved)
         private.save(folder.checkpoint)
     epoch = max(1, round(1 / plan.sample_rate))
     course = _Course(config, folder, split.test, config.run.eval_every or epoch, config.run.checkpoint_every or epoch)
     seconds = _train(private, loader, course)
     folder.publish(model, card_of(private, split.info.provenance))
     _summarise(private, course, seconds)
+
+
+def _check_account(path: Path | None) -> None:
+    if path is not None and (not path.is_file() or read_account(path)[0] is None):
+        raise ConfigError(f"[run] ledger: {path} is no account of several runs; begin one with diskdp ledger --new")
+
+
+def _training(
+    config: RunConfig,
+    folder: RunFolder,
+    begun: bool,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    plan: Plan,
+    filter: Filter,
+) -> PrivateTraining:
+    """The training, from its checkpoint if it has begun."""
+    start = partial(privatize.resume, folder.checkpoint) if begun else privatize
+    try:
+        return start(
+            model,
+            optimizer,
+            plan,
+            loss_fn=classification_loss,
+            filter=filter,
+            microbatch_size=config.run.microbatch_size,
+            memory_budget=config.run.memory_budget,
+            autotune=config.run.autotune,
+            seed=config.run.seed,
+            ledger_path=config.run.ledger or folder.ledger,
+            key_path=folder.key if plan.noise in KEYED_BY_SUM and config.run.seed is None else None,
+        )
+    except CheckpointError as error:
+        raise folder.damaged(error) from error
 
 
 def _train(private: PrivateTraining, loader: PrivateLoader, course: _Course) -> float:
@@ -255,7 +278,7 @@ def _summarise(private: PrivateTraining, course: _Course, seconds: float) -> Non
     if len(course.test):
         say("the score says something about the test rows, which the guarantee does not cover")
     say(f"for release: {course.folder.release} (weights, privacy card)")
-    say(f"not for release: {course.folder.private} (configuration, metrics, checkpoint, ledger)")
+    say(f"not for release: {course.folder.private} (configuration, metrics, checkpoints, ledger, key)")
 
 
 def _number_or_text(value: str | None) -> int | str | None:

@@ -55,6 +55,27 @@ class RandomState:
         numpy = all(np.array_equal(a, b) for a, b in zip(now.numpy, self.numpy))
         return not (torch.equal(now.cpu, self.cpu) and devices and numpy and now.python == self.python)
 
+    def to_tree(self) -> dict[str, Any]:
+        """As tensors and plain values, for a checkpoint."""
+        name, words, *rest = self.numpy
+        return {
+            "cpu": self.cpu,
+            "cuda": list(self.cuda),
+            "numpy": [name, [int(word) for word in words], *rest],
+            "python": self.python,
+        }
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> RandomState:
+        """
+        >>> before = RandomState.capture()
+        >>> RandomState.from_tree(before.to_tree()).moved()
+        False
+        """
+        name, words, *rest = tree["numpy"]
+        numpy = (name, np.array(words, dtype=np.uint32), *rest)
+        return cls(tree["cpu"], tuple(tree["cuda"]), numpy, tree["python"])
+
     def restore(self) -> None:
         torch.set_rng_state(self.cpu)
         if self.cuda:

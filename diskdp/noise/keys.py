@@ -5,14 +5,18 @@ Everything random about who is in a batch and what noise is added comes from her
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import secrets
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from diskdp.errors import NoiseError
 
+_KEY_FORMAT = "diskdp-key/1"
 _ZEROS = memoryview(bytes(1 << 17))  # what is encrypted; a larger piece is no faster and leaves the cache
 
 
@@ -47,6 +51,43 @@ class Secret:
         """The same secret for the same seed: for tests. Who knows the seed can subtract the noise."""
         digest = hashlib.blake2b(str(int(seed)).encode(), digest_size=32, person=b"diskdp.seed")
         return cls(digest.digest(), reproducible=True)
+
+    @classmethod
+    def kept(cls, path: Path) -> Secret:
+        """The secret in a file that only its owner can read, made of the operating system's randomness if new.
+
+        Whoever has the file can subtract the noise of the run. Only noise that depends on the sum may use a kept
+        secret: with any other, a step that is run again under another sum would release both under the same noise.
+        """
+        if not path.exists():
+            cls._write(path, secrets.token_bytes(32))
+        try:
+            shared = os.name == "posix" and path.stat().st_mode & 0o077
+            word, _, digits = path.read_text(encoding="ascii").strip().partition(" ")
+            key = bytes.fromhex(digits)
+        except (OSError, ValueError) as error:
+            raise NoiseError(f"{path}: no key of a run ({error}); restore it from a copy, or start a new run") from None
+        if shared:
+            raise NoiseError(f"{path}: the key can be read by others; take it as known, and start a new run")
+        if word != _KEY_FORMAT or len(key) != 32:
+            raise NoiseError(f"{path}: no key of a run; restore it from a copy, or start a new run")
+        return cls(key, reproducible=False)
+
+    @classmethod
+    def _write(cls, path: Path, key: bytes) -> None:
+        """Whole or not at all, and never readable by others."""
+        partial = path.with_name(f".{path.name}.partial")
+        with contextlib.suppress(FileNotFoundError):
+            partial.unlink()
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                file.write(f"{_KEY_FORMAT} {key.hex()}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError as error:
+            raise NoiseError(f"{path}: the key cannot be written ({error}); check the folder") from error
 
     def derive(self, *labels: str | int) -> bytes:
         """32 bytes that depend on the secret and every label (their order, their types, where one ends)."""

@@ -144,7 +144,7 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
         sample_rate=plan.sample_rate,
         noise=plan.noise,
         noise_multiplier=plan.noise_multiplier,
-        noise_source="a seed (reproducible)" if private.reproducible else "a secret of the operating system, not kept",
+        noise_source=_noise_source(private),
         clipping=_CLIPPING[plan.clipping].format(record=record),
         max_grad_norm=plan.max_grad_norm,
         sensitivity=private.sensitivity,
@@ -164,6 +164,16 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
             "python": platform.python_version(),
             **{name: metadata.version(name) for name in ("diskdp", "torch", "numpy", "dp-accounting")},
         },
+    )
+
+
+def _noise_source(private: PrivateTraining) -> str:
+    if private.reproducible:
+        return "a seed (reproducible)"
+    return (
+        "a secret key, kept in the private half of the run"
+        if private.keeps_secret
+        else ("a secret of the operating system, not kept")
     )
 
 
