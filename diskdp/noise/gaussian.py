@@ -253,9 +253,14 @@ def result_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def place(name: str) -> int:
+    """A tensor's place among the keystream's 2**128 blocks, its name's hash: no two tensors meet."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+
+
 def _cut(name: str, result: Array) -> Iterator[_Piece]:
-    """A tensor in pieces. Its name's hash is its place among the keystream's 2**128 blocks: no two meet."""
-    origin = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=16).digest(), "big")
+    """A tensor in pieces."""
+    origin = place(name)
     for start in range(0, result.size, 2 * BLOCK_PAIRS):
         stop = min(start + 2 * BLOCK_PAIRS, result.size)
         block = origin + start // 2  # a pair takes at most one block of 16 bytes
