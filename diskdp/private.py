@@ -46,6 +46,7 @@ from diskdp.gradients import (
     advance_buffers,
     choose,
     clip,
+    clip_in_float64,
     refuse_modules,
 )
 from diskdp.ledger import Ledger, Release
@@ -60,7 +61,7 @@ from diskdp.memory import (
     peak_memory,
     shown_memory,
 )
-from diskdp.noise import KEYED_BY_SUM, GaussianNoise, Secret, bound_key, noise_source
+from diskdp.noise import KEYED_BY_SUM, DiscreteNoise, GaussianNoise, Grid, Secret, SecureNoise, bound_key, noise_source
 from diskdp.plan import Plan
 from diskdp.sampling import LogicalBatch, PrivateLoader, Units, sampler_for
 
@@ -130,6 +131,7 @@ class PrivateTraining:
         self._kept = seed is None and key_path is not None  # the secret outlives this process
         self._secret = _secret(seed, key_path)
         self._noise = noise_source(plan.noise, self._secret)
+        self._grid = self._grid_of_plan() if plan.noise == "discrete" else None
         self._filter_state = filter.start()
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
@@ -238,10 +240,12 @@ class PrivateTraining:
         seen = _Seen()
         step = self._step
         parts = len(batch.sizes) * len(self._passes())
-        if parts == 1 and not self._automatic and isinstance(self._noise, GaussianNoise):
+        if isinstance(self._noise, DiscreteNoise):
+            noised = self._summed_on_grid(batch, seen, self._noise)
+        elif parts == 1 and not self._automatic and isinstance(self._noise, GaussianNoise):
             noised = self._summed_onto_noise(batch, seen, self._noise)
         else:
-            noised = self._summed_then_noised(batch, seen)
+            noised = self._summed_then_noised(batch, seen, self._noise)
         try:
             gradients = noised()
             self._charge(step, gradients)  # on disk before anything is computed from them that can be seen
@@ -468,6 +472,32 @@ class PrivateTraining:
             return 0.0  # also where nothing is clipped and S is infinite
         return self.plan.noise_multiplier * self.sensitivity / self.plan.batch_size
 
+    def _grid_of_plan(self) -> Grid:
+        """For sums of parts of at most so many examples each, made in float64: public, whoever is drawn."""
+        if self._automatic:
+            raise NoiseError(
+                'noise="discrete" needs a number for microbatch_size: '
+                "the grid depends on how many parts a sum is made of"
+            )
+        if self.plan.noise_multiplier == 0:
+            raise NoiseError('noise="discrete" with noise_multiplier=0: there is no noise to be discrete; leave it out')
+        most = self.plan.dataset_size if self.plan.sampling == "poisson" else self._largest_batch
+        examples = min(self.microbatch_size or most, most)
+        separate = self.filter.clip == "separate" and all(self.filter.coefficients)
+        return Grid.fit(
+            self.plan.noise_multiplier,
+            self.sensitivity,
+            sum(p.numel() for p in self._parameters.values()),
+            parts=-(-most // examples) * (2 if separate else 1),
+            examples=examples,
+            rows=1,  # every example's gradient is one vector, made before it is weighted
+            cancellation=1.0,
+        )
+
+    @property
+    def _largest_batch(self) -> int:
+        return sampler_for(self.plan, self._secret).largest_batch
+
     def _in_order(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         return [tensors[name] for name in self._parameters]
 
@@ -488,17 +518,20 @@ class PrivateTraining:
     def _clipped(
         self, microbatch: Any, examples: int, seen: _Seen, moved: bool = False
     ) -> Iterator[tuple[float, Clipped]]:
-        """Clipped gradients and the weights with which they enter the mean, to be summed one by one."""
+        """Clipped gradients and the weights with which they enter the sum, to be summed one by one."""
         passes = self._passes(moved)
         random = RandomState.capture() if len(passes) > 1 else None
         for number, (weight, points) in enumerate(passes):
             if random is not None:
                 random.restore()
-            clipped = clip(self._engine, microbatch, points, self.clipper, self._choose)
+            if self._grid is None:
+                clipped = clip(self._engine, microbatch, points, self.clipper, self._choose)
+            else:
+                clipped = clip_in_float64(self._engine, microbatch, points, self.clipper)
             _one_loss_an_example(clipped.losses_B, examples)
             if number == 0:
                 seen.add(clipped)
-            yield weight / self.plan.batch_size, clipped
+            yield weight, clipped
 
     def _summed_onto_noise(self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise) -> Callable[[], list[Tensor]]:
         """Clipped gradients of a batch in one part; what is returned sums them, in the memory of the noise.
@@ -512,13 +545,15 @@ class PrivateTraining:
         def noised() -> list[Tensor]:
             drawn = None if noise is None else noise.result()
             onto = drawn and {name: z.to(self._parameters[name].device) for name, z in drawn.items()}
-            return self._in_order(clipped.summed(onto, weight))
+            return self._in_order(clipped.summed(onto, weight / self.plan.batch_size))
 
         return noised
 
-    def _summed_then_noised(self, batch: LogicalBatch, seen: _Seen) -> Callable[[], list[Tensor]]:
+    def _summed_then_noised(
+        self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise | SecureNoise
+    ) -> Callable[[], list[Tensor]]:
         """The mean over a batch in several parts or none; what is returned adds the noise, in the mean's own memory."""
-        sums = _Sums(self._clipped, seen)
+        sums = _Sums(self._clipped, self.plan.batch_size, seen)
         if self._automatic:
             self._add_as_memory_allows(batch, sums)
         else:
@@ -529,8 +564,27 @@ class PrivateTraining:
             mean = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
 
         def noised() -> list[Tensor]:
-            self._noise.add_to(mean, self._noise_std, self._step)
+            source.add_to(mean, self._noise_std, self._step)
             return self._in_order(mean)
+
+        return noised
+
+    def _summed_on_grid(self, batch: LogicalBatch, seen: _Seen, source: DiscreteNoise) -> Callable[[], list[Tensor]]:
+        """The sum in whole spacings of the grid, each part rounded to it; what is returned adds whole noise.
+
+        Sum and noise are exact integers. The mean is computed of their sum, which has been privatised.
+        """
+        grid = self._grid
+        assert grid is not None
+        totals = {name: torch.zeros_like(p, dtype=torch.int64) for name, p in self._parameters.items()}
+        for examples, microbatch in zip(batch.sizes, batch.microbatches()):
+            for weight, clipped in self._clipped(microbatch, examples, seen):
+                for name, part in grid.round(clipped.summed(weight=weight)).items():
+                    totals[name] += part
+
+        def noised() -> list[Tensor]:
+            released = source.add(totals, grid, self._step, torch.float64)
+            return [(released[n] / self.plan.batch_size).to(_sum_dtype(p)) for n, p in self._parameters.items()]
 
         return noised
 
@@ -552,12 +606,12 @@ class PrivateTraining:
         if budget is None:
             # what the filter, the look-ahead point and an optimizer such as Adam are yet to take stays free
             budget = int(FRACTIONS.get(device.type, 0.5) * max(0, available_memory(device) - 4 * held))
-        largest = sampler_for(self.plan, self._secret).largest_batch
+        largest = self._largest_batch
         buffers = {name: b.clone() for name, b in self.model.named_buffers()}
 
         def work(size: int) -> None:
             for weight, clipped in self._clipped(loader.collated(np.arange(size)), size, _Seen(), moved=True):
-                clipped.summed(numbers, weight)
+                clipped.summed(numbers, weight / self.plan.batch_size)
 
         def peak_of(size: int) -> int | None:
             try:
@@ -767,8 +821,10 @@ class _Still:
 class _Sums:
     """The mean over a logical batch so far, and what was seen of its examples."""
 
-    def __init__(self, clipped: Callable[[Any, int, _Seen], Iterator[tuple[float, Clipped]]], seen: _Seen) -> None:
-        self._clipped, self._seen = clipped, seen
+    def __init__(
+        self, clipped: Callable[[Any, int, _Seen], Iterator[tuple[float, Clipped]]], batch_size: int, seen: _Seen
+    ) -> None:
+        self._clipped, self._batch_size, self._seen = clipped, batch_size, seen
         self.mean: dict[str, Tensor] | None = None
         self.intact = True
 
@@ -776,7 +832,7 @@ class _Sums:
         seen = _Seen()
         for weight, clipped in self._clipped(microbatch, examples, seen):
             self.intact = False  # from the first sum to the last there is a part of this microbatch in the mean
-            self.mean = clipped.summed(self.mean, weight)
+            self.mean = clipped.summed(self.mean, weight / self._batch_size)
         self._seen.extend(seen)
         self.intact = True
 

@@ -1,7 +1,7 @@
 """Per-example gradients without materialising them: one list of terms for every parameter."""
 
 from diskdp.gradients.buffers import advance_buffers
-from diskdp.gradients.clipped import Clipped, clip, clipped_gradient
+from diskdp.gradients.clipped import Clipped, clip, clip_in_float64, clipped_gradient
 from diskdp.gradients.engine import Engine, LossFunction, Point
 from diskdp.gradients.explain import Explanation, ParameterRow, explain
 from diskdp.gradients.planner import choose
@@ -21,6 +21,7 @@ __all__ = [
     "advance_buffers",
     "choose",
     "clip",
+    "clip_in_float64",
     "clipped_gradient",
     "explain",
     "refuse_modules",

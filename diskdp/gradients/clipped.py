@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from diskdp.gradients.engine import Engine, Examined, Gradients, LossFunction, P
 from diskdp.gradients.planner import Method, Norms, squared_norms, weighted_sum
 from diskdp.gradients.planner import choose as cheapest
 from diskdp.gradients.products import full_precision
-from diskdp.gradients.terms import Term
+from diskdp.gradients.terms import Direct, Term
 
 Choice: TypeAlias = "Callable[[Sequence[Term]], Method]"
 """How norms are taken: by estimated cost (`planner.choose`) or by timing (`Tuner.choose`)."""
@@ -82,6 +83,35 @@ def clip(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper, 
         return _clip(gradients, clipper, points, choose)
 
 
+@torch.no_grad()
+def clip_in_float64(engine: Engine, batch: Any, points: Sequence[Point], clipper: Clipper) -> Clipped:
+    """As `clip`, from every example's gradient made in float64: slower, in more memory, with a bound for its rounding.
+
+    What the passes gave for an example is one float64 vector u_i, whose computed square is off by at most d + 1 units
+    of rounding error, relatively (d products added up in any order; Higham 2002, §3.1). The factor w allows for that,
+    so ‖w u_i‖ ≤ S holds in real numbers, and a sum over examples adds up one product w u_i an example and coordinate.
+    """
+    points = [(a, values) for a, values in points if a != 0]
+    gradients = engine.gradients(batch, points)
+    terms: dict[str, list[Term]] = {name: _made(own) for name, own in gradients.terms.items()}
+    zeros = {name: zero.double() for name, zero in gradients.zeros.items()}
+    size = sum(zero.numel() for zero in zeros.values())
+    with full_precision():
+        exact = replace(gradients, terms=terms, zeros=zeros)
+        return _clip(exact, clipper, points, cheapest, size * torch.finfo(torch.float64).eps)
+
+
+def _made(terms: Sequence[Term]) -> list[Term]:
+    """The sum of terms, made for every example in float64."""
+    if not terms:
+        return []
+    first = terms[0]
+    made = torch.zeros(first.batch, *first.gradient_shape, dtype=torch.float64, device=first.device)
+    for term in terms:
+        term.double().add_per_example(made)
+    return [Direct(made)]
+
+
 def clipped_gradient(
     model: nn.Module,
     batch: Any,
@@ -118,7 +148,9 @@ def _engine_for(model: nn.Module, loss_fn: LossFunction) -> Engine:
         return Engine(model, loss_fn)
 
 
-def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point], choose: Choice) -> Clipped:
+def _clip(
+    gradients: Gradients, clipper: Clipper, points: Sequence[Point], choose: Choice, further_slack: float = 0.0
+) -> Clipped:
     terms = gradients.terms
     groups = clipper.groups(list(terms))
     norms = {}
@@ -143,7 +175,7 @@ def _clip(gradients: Gradients, clipper: Clipper, points: Sequence[Point], choos
     norms_GB = squares_GB.clamp_(min=0).sqrt()
     dtype = _coarsest(norms)
     error_GB = SCATTER_UNITS * torch.finfo(dtype).eps * scatter_GB.clamp(min=0).sqrt().nan_to_num(0.0, 0.0, 0.0)
-    safe_GB = norms_GB * (1 + relative_slack(dtype, points)) + error_GB
+    safe_GB = norms_GB * (1 + relative_slack(dtype, points) + further_slack) + error_GB
     factors_GB = clipper.factors(safe_GB).masked_fill(bad_B, 0)
     factors = {name: factors_B for group, factors_B in zip(groups, factors_GB) for name in group}
     shortened_B = clipper.shortens(norms_GB)

@@ -1,7 +1,7 @@
 """Where randomness comes from, and the noise made of it."""
 
 from diskdp.noise.binding import bound_key
-from diskdp.noise.discrete import DiscreteNoise, Grid, grid_for
+from diskdp.noise.discrete import DiscreteNoise, Grid
 from diskdp.noise.gaussian import GaussianNoise
 from diskdp.noise.keys import Keystream, Secret
 from diskdp.noise.secure import SecureNoise
@@ -17,6 +17,5 @@ __all__ = [
     "Secret",
     "SecureNoise",
     "bound_key",
-    "grid_for",
     "noise_source",
 ]

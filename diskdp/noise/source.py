@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
-
-from torch import Tensor
+from typing import TypeAlias
 
 from diskdp.errors import NoiseError
+from diskdp.noise.discrete import DiscreteNoise
 from diskdp.noise.gaussian import GaussianNoise
 from diskdp.noise.keys import Secret
 from diskdp.noise.secure import SecureNoise
 
+NoiseSource: TypeAlias = "GaussianNoise | SecureNoise | DiscreteNoise"
+
 KEYED_BY_SUM = ("secure", "discrete")
 """Noise that is another one for another sum: only with these may the secret outlive a process."""
-
-
-class NoiseSource(Protocol):
-    """Adds noise to sums in their own memory."""
-
-    def add_to(self, sums: Mapping[str, Tensor], std: float, step: int) -> None: ...
 
 
 def noise_source(kind: str, secret: Secret) -> NoiseSource:
@@ -32,4 +26,6 @@ def noise_source(kind: str, secret: Secret) -> NoiseSource:
         return GaussianNoise(secret)
     if kind == "secure":
         return SecureNoise(secret)
+    if kind == "discrete":
+        return DiscreteNoise(secret)
     raise NoiseError(f"noise={kind!r} is not built; choose gaussian, secure or discrete")
