@@ -141,7 +141,7 @@ def _epsilon(parts: Parts, delta: float, accountant: str) -> float:
     if (mu := _only_gaussian(parts)) is not None:
         return gaussian.epsilon_at(mu, delta)
     losses = pld.composed(parts)
-    return math.inf if losses is None else float(losses.get_epsilon_for_delta(delta))
+    return math.inf if losses is None else max(order.epsilon(delta) for order in losses)
 
 
 def _log_delta(parts: Parts, epsilon: float, accountant: str, grid: float = pld.GRID, library: bool = False) -> float:
@@ -150,7 +150,7 @@ def _log_delta(parts: Parts, epsilon: float, accountant: str, grid: float = pld.
     if (mu := _only_gaussian(parts)) is not None:
         return gaussian.log_delta(mu, epsilon)
     losses = pld.composed(parts, grid)
-    return 0.0 if losses is None else math.log(max(float(losses.get_delta_for_epsilon(epsilon)), 1e-300))
+    return 0.0 if losses is None else math.log(max(1e-300, *(order.delta(epsilon) for order in losses)))
 
 
 def _only_gaussian(parts: Parts) -> float | None:
