@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import types
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -40,9 +41,10 @@ class Randomness:
 
     @contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
-        """Inside, every generator starts from `seed`; afterwards each is where it was."""
+        """Inside, every generator starts from `seed`, and warnings are kept back; afterwards each is where it was."""
         before = [_state(generator) for generator in self._own]
-        with seeded(seed.to_bytes(8, "little") * 4):
+        with seeded(seed.to_bytes(8, "little") * 4), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is tried: it will warn again when it is used
             for generator in self._own:
                 _seed(generator, seed)
             try:

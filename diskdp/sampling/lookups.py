@@ -230,8 +230,8 @@ class _Recorded:
         return (self[place] for place in range(len(self._base)))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "__getitems__":
-            raise AttributeError(name)  # so that records are asked for one by one
+        if name.startswith("__"):  # `__getitems__`, so that records are asked for one by one; numpy's protocols
+            raise AttributeError(name)
         return getattr(self._base, name)
 
     def __array__(self, *args: Any, **options: Any) -> npt.NDArray[Any]:
