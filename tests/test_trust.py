@@ -20,12 +20,11 @@ SIZE = 40
 
 def data() -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    mask = torch.rand(SIZE, 6, generator=generator) < 0.6
-    mask[:, 0] = True
+    weights = torch.rand(SIZE, 6, generator=generator)  # of each token
     return TensorDataset(
         torch.randn(SIZE, 6, 5, generator=generator),
         torch.randint(0, 3, (SIZE, 6), generator=generator),
-        mask.float(),
+        weights,
     )
 
 
@@ -48,9 +47,9 @@ def tokens(m: Any, b: Any) -> Tensor:
 
 DENOMINATORS: dict[str, Callable[[Any, Any], Tensor]] = {
     "the number of examples": lambda m, b: tokens(m, b).mean(1) / len(b[0]),
-    "the tokens of the batch": lambda m, b: tokens(m, b).sum(1) / b[2].sum(),
-    "the tokens of the batch, in scale": lambda m, b: tokens(m, b).sum(1) * len(b[0]) / b[2].sum(),
-    "the weights of classes in the batch": lambda m, b: (
+    "the weights of the batch": lambda m, b: tokens(m, b).sum(1) / b[2].sum(),
+    "the weights of the batch, in scale": lambda m, b: tokens(m, b).sum(1) * len(b[0]) / b[2].sum(),
+    "how often a class is in the batch": lambda m, b: (
         tokens(m, b).mean(1) / b[1].flatten().bincount(minlength=3)[b[1][:, 0]]
     ),
     "the sum of the losses": lambda m, b: tokens(m, b).mean(1) / tokens(m, b).sum().detach(),
