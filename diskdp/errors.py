@@ -90,3 +90,7 @@ class StuckWeightsWarning(DiskDPWarning):
 
 class UnusedParameterWarning(DiskDPWarning):
     """A trainable parameter that the loss has not depended on for a long time."""
+
+
+class AuditError(DiskDPError, ValueError):
+    """An audit that cannot be made as asked."""
