@@ -140,7 +140,7 @@ def largest_falling(excess: Callable[[float], float], low: float, high: float) -
     >>> 0.5 <= largest_falling(lambda x: 0.5 - x, 0.01, 1.0) < 0.501
     True
     """
-    for _ in range(12):
+    for _ in range(10):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
     return high

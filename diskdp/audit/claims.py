@@ -19,7 +19,7 @@ from diskdp.errors import DiskDPWarning
 from diskdp.plan import Plan
 
 GRID = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0)  # ε at which the claimed curve is looked at
-_LEAST_NOISE = 0.05  # noise multipliers below are taken for this one, which bounds ε from below all the same
+_LEAST_NOISE = 0.1  # noise multipliers below are taken for this one, which bounds ε from below all the same
 
 
 @dataclass(frozen=True)

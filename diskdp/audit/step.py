@@ -43,6 +43,7 @@ _LONG = 4  # steps; beyond, statistics are over all steps and not of each
 
 _PLAIN, _NORMAL = "nothing", "normal noise"
 _POISSON = "normal noise, Poisson sampling"
+_FAMILY = "for epsilon at this delta, a plan with less noise"
 
 
 @dataclass(frozen=True)
@@ -187,26 +188,24 @@ def _examined(configuration: _Configuration, draws: Draws, error: float, began: 
     """All statistics of one configuration; false alarms of all together have probability at most ``error``."""
     plan, steps, claim = configuration.plan, configuration.steps, Claim(configuration.plan)
     features = _features(configuration, draws)
-    fits = 2 if plan.sampling == "poisson" and draws.crowd_size else 0
-    # half for events, half for what assumes normal noise
-    share = error / 2 / max(1, len(features))
-    findings: list[Finding] = []
-    multipliers: list[float] = []
-    tradeoff: list[tuple[float, float, float]] = []
-    for feature in features:
-        events = telling_events(feature.without, feature.with_record, share)
-        finding = _of_events(configuration, claim, feature, events)
-        findings.append(finding)
-        if feature.steps == steps:
-            tradeoff += [(event.unlikely, 1 - event.likely, float(event.reversed)) for event in events]
-    findings += _noise_fits(configuration, claim, draws, features, error / 4)
-    if fits:
-        findings += _sampling_fits(configuration, claim, draws, error / 4)
-    multipliers = [f.noise_multiplier for f in findings if f.broken and f.noise_multiplier is not None]
+    share = error / 2 / max(1, len(features))  # half for events, half for what assumes more
+    told = [(feature, telling_events(feature.without, feature.with_record, share)) for feature in features]
+    fits = _noise_fits(configuration, claim, draws, features, error / 4)
+    if plan.sampling == "poisson" and draws.crowd_size:
+        fits += _sampling_fits(configuration, claim, draws, error / 4)
+    shown = any(finding.broken for finding in fits)
+    findings = [_of_events(configuration, claim, feature, events, not shown) for feature, events in told] + fits
     claimed = claim.epsilon(steps)
     lower = max(finding.epsilon_lower for finding in findings)
-    if multipliers:
-        lower = max(lower, claim.epsilon(steps, min(multipliers)), math.nextafter(claimed, math.inf))
+    if any(finding.broken for finding in findings):
+        # an event may contradict the curve δ(ε) elsewhere than at the plan's δ: then this is as near as it gets
+        lower = max(lower, math.nextafter(claimed, math.inf))
+    tradeoff = [
+        (event.unlikely, 1 - event.likely, float(event.reversed))
+        for feature, events in told
+        if feature.steps == steps
+        for event in events
+    ]
     return Scenario(
         name=configuration.name,
         plan=plan.to_json(),
@@ -331,29 +330,35 @@ class _Largest(_Number):
 # ---- Findings
 
 
-def _of_events(configuration: _Configuration, claim: Claim, feature: _Feature, events: Sequence[Event]) -> Finding:
-    delta = configuration.plan.delta
+def _of_events(
+    configuration: _Configuration, claim: Claim, feature: _Feature, events: Sequence[Event], transfer: bool
+) -> Finding:
+    """The strongest of a feature's events, or the one that contradicts the claimed curve most.
+
+    ``transfer``: take a contradiction to the plan's δ, along the curves of plans with less noise. That takes a while,
+    and is not needed where another finding says how much noise there is.
+    """
+    delta, steps = configuration.plan.delta, configuration.steps
     best = max(events, key=lambda event: event.epsilon(delta))
-    detail, multiplier = str(best), None
-    where: dict[Event, float] = {}
-    for event in events:
-        if (epsilon := claim.broken_by(event, feature.steps)) is not None:
-            where[event] = epsilon
+    detail, multiplier, lower = str(best), None, best.epsilon(delta)
+    where = {event: at for event in events if (at := claim.broken_by(event, feature.steps)) is not None}
     if where:
         worst = max(where, key=lambda event: event.divergence(where[event]) - claim.delta(feature.steps, where[event]))
-        epsilon = where[worst]
-        multiplier = claim.noise_of(worst, epsilon, feature.steps)
+        at = where[worst]
         detail = (
-            f"{worst}; so delta at epsilon {epsilon:g} is at least {worst.divergence(epsilon):.3g}, claimed is "
-            f"{claim.delta(feature.steps, epsilon):.3g}"
+            f"{worst}; so delta at epsilon {at:g} is at least {worst.divergence(at):.3g}, claimed is "
+            f"{claim.delta(feature.steps, at):.3g}"
         )
+        if transfer:
+            multiplier = claim.noise_of(worst, at, feature.steps)
+            lower = max(lower, claim.epsilon(feature.steps, multiplier))
     return Finding(
         scenario=configuration.name,
         statistic=feature.name,
-        assumes=_PLAIN,
+        assumes=_PLAIN if multiplier is None else _FAMILY,
         draws=min(len(feature.without), len(feature.with_record)),
         steps=feature.steps,
-        epsilon_lower=best.epsilon(delta),
+        epsilon_lower=lower,
         epsilon_claimed=claim.epsilon(feature.steps),
         noise_multiplier=multiplier,
         broken=bool(where),
@@ -390,7 +395,7 @@ def _noise_fits(
         )
         groups["noise, sum of steps"] = (["sum"], [null.sum(1) / math.sqrt(steps)])
     shifts = _shifts(configuration, draws)
-    share = error / (len(groups) + len(shifts) + 1)
+    share = error / (len(groups) + len(shifts) + 2)  # two more: all noise together, learned combinations
     pooled = scale_below(float(np.mean(null**2)), null.size, share)
 
     reached = 1.0
