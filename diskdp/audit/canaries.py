@@ -131,8 +131,9 @@ class _Coordinates(nn.Module):
     def __init__(self, canaries: int) -> None:
         super().__init__()
         self.side = math.isqrt(canaries - 1) + 1
-        self.table = nn.Embedding(canaries, 1)
-        self.linear = nn.Linear(self.side, self.side, bias=False)
+        # without drawing initial values: the caller's random state is none of the audit's business
+        self.table = nn.utils.skip_init(nn.Embedding, canaries, 1)
+        self.linear = nn.utils.skip_init(nn.Linear, self.side, self.side, bias=False)
         self.bias = nn.Parameter(torch.empty(canaries))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

@@ -129,11 +129,20 @@ def _several(plan: Plan) -> int:
 
 def _battery(filter: Filter | None, microbatch_size: int | Literal["both"] | None) -> list[_Configuration]:
     """One configuration for each way in which the library handles a step."""
-    full = Plan(dataset_size=4096, batch_size=4096, steps=3, noise_multiplier=1.0, delta=1e-5)
-    sampled = Plan(
-        dataset_size=8192, batch_size=4096, steps=2, noise_multiplier=1.0, delta=1e-5, clipping="automatic"
+    # thresholds other than 1: noise that forgot one of them would otherwise look right
+    full = Plan(
+        dataset_size=4096, batch_size=4096, steps=3, noise_multiplier=1.0, delta=1e-5, max_grad_norm=2.5
     )
-    epoch = Plan(dataset_size=8192, batch_size=82, steps=100, noise_multiplier=0.8, delta=1e-5)
+    sampled = Plan(
+        dataset_size=8192,
+        batch_size=4096,
+        steps=2,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        clipping="automatic",
+        max_grad_norm=0.4,
+    )
+    epoch = Plan(dataset_size=8200, batch_size=82, steps=100, noise_multiplier=0.8, delta=1e-5, max_grad_norm=3.0)
 
     def made(name: str, plan: Plan, own: Filter, whole: bool) -> _Configuration:
         size = (None if whole else _several(plan)) if microbatch_size == "both" else microbatch_size

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 2 the user's input was wrong, 130 interrupted."""
+"""The command line. Exit codes: 0 done, 1 an audit failed, 2 the user's input was wrong, 130 interrupted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diskdp import __version__
-from diskdp.cli import bench, copy, demo, explain, ledger, plan, train
+from diskdp.cli import audit, bench, copy, demo, explain, ledger, plan, train
 from diskdp.cli.console import complain, warnings_on_one_line
 from diskdp.errors import DiskDPError
 
@@ -19,7 +19,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (demo.demo, plan.plan, train.train, copy.copy, ledger.ledger, explain.explain, bench.bench):
+for command in (
+    demo.demo,
+    plan.plan,
+    train.train,
+    copy.copy,
+    ledger.ledger,
+    audit.audit,
+    explain.explain,
+    bench.bench,
+):
     app.command()(command)
 
 
