@@ -229,7 +229,7 @@ def test_events_never_exceed_the_truth_and_come_near() -> None:
     """N(1, 1) against N(0, 1): bounds below the exact divergence for all events, at 1e-6; and not far below."""
     generator = np.random.default_rng(2)
     events = telling_events(generator.normal(size=30_000), generator.normal(size=30_000) + 1, 1e-6)
-    for epsilon in (0.0, 0.5, 1.0):
+    for epsilon in (0.0, 0.5):
         exact = accounting.delta(1.0, 1.0, 1, epsilon)
         best = max(event.divergence(epsilon) for event in events)
         assert 0.7 * exact < best

@@ -1,6 +1,6 @@
 """Confidence bounds, and the search for events that tell two worlds apart.
 
-Knows arrays of numbers alone: nothing of training, plans or canaries. Every bound holds with the probability it is given.
+Knows arrays of numbers alone: nothing of training, plans or canaries. A bound fails with the probability it is given.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def telling_events(without: Array, with_record: Array, error: float) -> list[Eve
     values = np.concatenate([train_0, train_1])
     cuts = np.unique(values)
     if len(cuts) > _CANDIDATES:
-        cuts = np.unique(np.quantile(values, np.linspace(0, 1, _CANDIDATES)))
+        tail = np.geomspace(1 / len(values), 0.01, _CANDIDATES // 4)  # events that are rare in both worlds tell most
+        cuts = np.unique(np.quantile(values, np.concatenate([np.linspace(0, 1, _CANDIDATES // 2), tail, 1 - tail])))
     # halfway between values: an atom, such as an exact 0 without noise, is then on one side
     cuts = np.concatenate([[cuts[0] - 1], (cuts[1:] + cuts[:-1]) / 2, [cuts[-1] + 1]])
     below_0, below_1 = (np.searchsorted(np.sort(x), cuts) / len(x) for x in (train_0, train_1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -167,7 +168,7 @@ class _Loss:
     """For each record a piecewise linear function of its coordinates, whose slopes say what its gradient is where."""
 
     def __init__(self, points: list[float]) -> None:
-        self._kinks = torch.tensor([(a + b) / 2 for a, b in zip(points, points[1:])])
+        self._kinks = torch.tensor([(a + b) / 2 for a, b in pairwise(points)])
 
     def __call__(self, model: nn.Module, batch: Any) -> Tensor:
         canary_B, direction_BT, slopes_BK = batch

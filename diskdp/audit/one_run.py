@@ -47,7 +47,8 @@ def audit_run(
 
     ``kind``: canaries whose gradient is one coordinate of a parameter of their own ("gradient"), or records of random
     inputs and labels ("input"). ``view``: scores from all gradients that the optimizer was handed ("white-box"), or
-    from the final weights ("final-model"). ``plan.dataset_size`` counts the canaries; those left out contribute nothing.
+    from the final weights ("final-model"). ``plan.dataset_size`` counts the canaries; one that is left out contributes
+    nothing.
 
     >>> plan = Plan(dataset_size=1500, batch_size=1500, steps=2, noise_multiplier=1.0, delta=1e-5)
     >>> audit = audit_run(plan, canaries=1000, seed=0)
@@ -61,7 +62,9 @@ def audit_run(
     _check(plan, kind, view, canaries, confidence, len(train))
     generator = np.random.default_rng(seed)
     inside = generator.random(canaries) < 0.5
-    inputs, labels = (t[torch.from_numpy(generator.permutation(len(train))[: plan.dataset_size])] for t in train.tensors)
+    inputs, labels = (
+        t[torch.from_numpy(generator.permutation(len(train))[: plan.dataset_size])] for t in train.tensors
+    )
     rows = plan.dataset_size - canaries
     owner = torch.zeros(plan.dataset_size, dtype=torch.long)
     natural, dirac = torch.ones(plan.dataset_size), torch.zeros(plan.dataset_size)
@@ -142,7 +145,7 @@ def one_run_epsilon(canaries: int, guesses: int, correct: int, delta: float, err
     """The largest ε that this many right guesses exclude, wrongly with probability at most ``error``.
 
     >>> round(one_run_epsilon(1000, 100, 95, 1e-5, 0.05), 2)
-    2.16
+    2.17
     """
     low, high = 0.0, _LARGEST_EPSILON
     if one_run_p_value(canaries, guesses, correct, low, delta) > error:

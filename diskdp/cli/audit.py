@@ -143,8 +143,8 @@ def _show(made: StepAudit | RunAudit, everything: bool) -> None:
     print_table(table(["scenario", "statistic", "assumes", "ε at least", "claimed", "claim"], rows, numbers=(3, 4)))
     draws = min(scenario.draws for scenario in made.scenarios)
     say(
-        f"two worlds: {len(made.findings)} statistics, {draws} draws a world, {made.seconds:.1f} s, false alarms of all "
-        f"together at most {1 - made.confidence:.2g}"
+        f"two worlds: {len(made.findings)} statistics, {draws} draws a world, {made.seconds:.1f} s, false alarms of "
+        f"all together at most {1 - made.confidence:.2g}"
     )
 
 
