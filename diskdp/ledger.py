@@ -57,13 +57,12 @@ class Releases:
 
     def __init__(self) -> None:
         self._digests: dict[str, set[str]] = {}  # of each known sample
-        self._unknown = 0  # releases of which nothing is known
+        self._counts: Counter[int] = Counter()
 
     def add(self, release: Release) -> None:
+        self._counts = self.counts_with(release)
         if release.sample and release.digest:
             self._digests.setdefault(release.sample, set()).add(release.digest)
-        else:
-            self._unknown += 1
 
     def has(self, release: Release) -> bool:
         return bool(release.digest) and release.digest in self._digests.get(release.sample, ())
@@ -73,7 +72,7 @@ class Releases:
 
     @property
     def total(self) -> int:
-        return self._unknown + sum(map(len, self._digests.values()))
+        return sum(times * samples for times, samples in self._counts.items())
 
     @property
     def counts(self) -> Mapping[int, int]:
@@ -81,15 +80,15 @@ class Releases:
 
         Releases of one sample are not independent events: jointly they are one sampled event with √r less noise.
         """
-        counts = Counter(map(len, self._digests.values()))
-        counts[1] += self._unknown
-        return +counts
+        return Counter(self._counts)
 
-    def counts_with(self, release: Release) -> Mapping[int, int]:
-        counts = Counter(self.counts)
-        known = len(self._digests.get(release.sample, ())) if release.sample else 0
-        counts[known] -= 1 if known else 0
-        counts[known + 1] += 1
+    def counts_with(self, release: Release) -> Counter[int]:
+        """A new release of a known sample moves the sample up by one; any other is a sample of its own."""
+        counts = Counter(self._counts)
+        if not self.has(release):
+            known = len(self._digests.get(release.sample, ())) if release.digest else 0
+            counts.subtract({known: 1} if known else {})
+            counts[known + 1] += 1
         return +counts
 
 
