@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
 import itertools
 import math
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -434,3 +436,10 @@ def test_a_loader_checks_units() -> None:
     bounded = Subset(data, kept.tolist())
     own = [units[i] for i in kept]
     PrivateLoader(bounded, PoissonSampler(5, 0.5, secret), units=own, examples_per_unit=2, **options)
+
+
+def test_the_page_is_true() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "sampling.md").read_text()
+    example = doctest.DocTestParser().get_doctest(page.replace("```", ""), {}, "docs/sampling.md", None, 0)
+    assert len(example.examples) == 9
+    assert doctest.DocTestRunner().run(example).failed == 0

@@ -7,7 +7,7 @@ nor is what does not repeat itself from the same random state.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -81,10 +81,20 @@ def _run(work: Callable[[list[Any]], Any], random: Randomness, seed: int, member
 
 
 def _copied(example: Any) -> Any:
+    # A tensor is mostly a view of a whole data set, all of which a deep copy would copy.
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _tensors(example)}
     try:
-        return copy.deepcopy(example)
+        return copy.deepcopy(example, memo)
     except Exception:
         return example
+
+
+def _tensors(node: Any, depth: int = 0) -> Iterator[torch.Tensor]:
+    if isinstance(node, torch.Tensor):
+        yield node
+    elif depth < _MAX_DEPTH:
+        for key in _keys(node):
+            yield from _tensors(_child(node, key), depth + 1)
 
 
 class _Look:
