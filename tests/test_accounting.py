@@ -29,7 +29,7 @@ def library_epsilon(sigma: float, q: float, steps: int, delta: float, accountant
 
 
 def clear_caches() -> None:
-    for cached in (solve.calibrate, solve._epsilon, pld.one_step, renyi.curve, renyi._library_poisson):
+    for cached in (solve.calibrate, solve._epsilon, pld.one_step, renyi.curve, renyi._library_curve):
         cached.cache_clear()
 
 

@@ -137,10 +137,11 @@ def test_two_steps_are_bounded(mechanism: Mechanism, sums: Sampler, attained: bo
     pairs = neighbours(mechanism.adjacency)[:: len(RECORDS[mechanism.adjacency])]
     brute = max(brute_delta(sums(a), sums(b), sigma, epsilon, steps=2) for a, b in pairs)
     value = mechanism.delta(sigma, 2, epsilon)
-    assert value >= brute * (1 - 1e-6)
+    assert value >= brute * (1 - 1e-5)  # the kink on the grid is worth 4e-6
     if attained and mechanism.sampling != "fixed-size":  # its one curve serves both orders, and composes to more
         assert value <= brute * (1 + 1e-4)
-    assert value <= 2.5 * brute
+    elif attained:
+        assert value <= 1.5 * brute
 
 
 @BY_NAME
@@ -166,7 +167,7 @@ def test_sensitivity_in_the_plane_is_no_worse_than_on_the_line(
         p, q = density_of
         cell = (axis[1] - axis[0]) ** 2
         worst = max(worst, *(np.maximum(a - math.exp(epsilon) * b, 0).sum() * cell for a, b in ((p, q), (q, p))))
-    assert mechanism.delta(sigma, 1, epsilon) >= worst * (1 - 1e-6)
+    assert mechanism.delta(sigma, 1, epsilon) >= worst * (1 - 1e-4)  # the kink on the grid is worth 6e-5
 
 
 def complex_sums(mechanism: Mechanism, records: Sequence[complex]) -> dict[complex, float]:
@@ -257,30 +258,42 @@ def test_poisson_cells_are_those_of_dp_accounting(sigma: float, batch_size: int,
         library(event, steps, NeighboringRelation.REPLACE_ONE, "rdp")
 
 
-@pytest.mark.parametrize(("cap", "steps"), [(20, 50), (35, 300), (80, 300)])
-def test_truncated_cells_are_those_of_dp_accounting(cap: int, steps: int) -> None:
-    event = dp_accounting.TruncatedSubsampledGaussianDpEvent(1000, 0.02, cap, 1.1)
-    for adjacency, relation in (
-        ("zero-out", NeighboringRelation.REPLACE_SPECIAL),
-        ("replace-one", NeighboringRelation.REPLACE_ONE),
-    ):
-        value = Mechanism("truncated-poisson", adjacency, 1000, 20, cap).epsilon(1.1, steps, 1e-6)
-        assert value == pytest.approx(library(event, steps, relation), rel=2e-6)
-    value = Mechanism("truncated-poisson", "add-remove", 1000, 20, cap).epsilon(1.1, steps, 1e-6)
-    below = library(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE)
-    # dp-accounting leaves out the neighbour with a record more, among which truncation is likelier.
-    above = dp_accounting.TruncatedSubsampledGaussianDpEvent(1001, 0.02, cap, 1.1)
-    assert max(below, library(above, steps, NeighboringRelation.ADD_OR_REMOVE_ONE)) * (1 - 2e-6) <= value
-    assert value < below * 1.01
+@pytest.mark.parametrize(
+    ("cap", "adjacency", "relation"),
+    [
+        (20, "zero-out", NeighboringRelation.REPLACE_SPECIAL),
+        (80, "zero-out", NeighboringRelation.REPLACE_SPECIAL),
+        (35, "replace-one", NeighboringRelation.REPLACE_ONE),
+    ],
+)
+def test_truncated_cells_are_those_of_dp_accounting(cap: int, adjacency: str, relation: NeighboringRelation) -> None:
+    event = dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(1000, 0.02, cap, 2.1)
+    value = Mechanism("truncated-poisson", adjacency, 1000, 20, cap).epsilon(2.1, 100, 1e-6)
+    assert value == pytest.approx(library(event, 100, relation), rel=2e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 7])
+def test_truncated_and_one_record_more_or_less() -> None:
+    """dp-accounting leaves out the neighbour with a record more, among which truncation is likelier."""
+    spent = Mechanism("truncated-poisson", "add-remove", 1000, 20, 35).epsilon(2.1, 100, 1e-6)
+    below, above = (
+        library(
+            dp_accounting.dp_event.TruncatedSubsampledGaussianDpEvent(size, 0.02, 35, 2.1),
+            100,
+            NeighboringRelation.ADD_OR_REMOVE_ONE,
+        )
+        for size in (1000, 1001)
+    )
+    assert below < above * (1 - 1e-5)
+    assert above * (1 - 2e-6) < spent < above * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3])
 def test_groups_are_those_of_dp_accounting(size: int) -> None:
     chances = stats.binom.pmf(range(size + 1), size, 0.02)
-    event = dp_accounting.MixtureOfGaussiansDpEvent(1.7, range(size + 1), chances)
+    event = dp_accounting.dp_event.MixtureOfGaussiansDpEvent(4.0, range(size + 1), chances)
     expected = library(event, 200, NeighboringRelation.ADD_OR_REMOVE_ONE)
     for adjacency in ("add-remove", "zero-out"):
-        value = Mechanism("poisson", adjacency, 1000, 20, examples_per_unit=size).epsilon(1.7, 200, 1e-6)
+        value = Mechanism("poisson", adjacency, 1000, 20, examples_per_unit=size).epsilon(4.0, 200, 1e-6)
         assert value == pytest.approx(expected, rel=1e-5)
 
 
@@ -294,9 +307,10 @@ def test_fixed_size_divergences_are_those_of_dp_accounting_at_half_the_noise(sig
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
     accountant.compose(event)
     values = renyi.curve(FixedSize(batch_size / 1000), sigma)
-    assert np.all(values >= accountant.rdp * (1 - 1e-9))
-    low_orders = renyi.ORDERS <= 8  # beyond, at large sigma, the library's differences are rounding alone
-    np.testing.assert_allclose(values[low_orders], accountant.rdp[low_orders], rtol=1e-5)
+    exact = renyi.ORDERS <= 20  # beyond, at large sigma and rate, the library's differences are rounding alone
+    np.testing.assert_allclose(values[exact], accountant.rdp[exact], rtol=1e-7)
+    steps = [(FixedSize(batch_size / 1000), sigma, 3)]
+    assert np.all(renyi.divergences(steps, library=True) >= 3 * np.asarray(accountant.rdp))
 
 
 # ---- Group privacy, against the definition
@@ -336,7 +350,6 @@ def test_a_unit_of_many_records_drops_no_chance() -> None:
     """Counts that are left out are counted as lost: the curve stays above one with all counts."""
     group = Group(0.3, 60)
     remove, add = group.curves(4.0)
-    epsilons = np.linspace(0.0, remove.highest, 50)
     counts = np.arange(61)
     chances = stats.binom.pmf(counts, 60, 0.3)
     x = np.linspace(-60, 120, 400_001)
@@ -344,8 +357,10 @@ def test_a_unit_of_many_records_drops_no_chance() -> None:
     without = stats.norm.pdf(x, 0.0, 4.0)
     step = x[1] - x[0]
     for order, curve, p, q in ((0, remove, with_unit, without), (1, add, without, with_unit)):
+        epsilons = np.linspace(max(curve.lowest, -5.0), curve.highest, 40)
         brute = np.array([np.maximum(p - math.exp(e) * q, 0).sum() * step for e in epsilons])
-        np.testing.assert_array_less(brute, curve.divergence(epsilons) + 1e-12, err_msg=str(order))
+        # Riemann's sum is right to some 1e-9 at the kink.
+        np.testing.assert_array_less(brute * (1 - 1e-8), curve.divergence(epsilons) + 1e-12, err_msg=str(order))
         np.testing.assert_allclose(curve.divergence(epsilons), brute, rtol=1e-5, atol=1e-12)
 
 
@@ -359,9 +374,10 @@ def test_replaced_divergences_against_the_definition(q: float, sigma: float) -> 
     r = (1 - q) * stats.norm.pdf(x, 0, sigma) + q * stats.norm.pdf(x, -1, sigma)
     inside = (p > 0) & (r > 0)
     for order in (1.5, 2.0, 7.3, 12.0):
-        moment = np.exp(order * np.log(p[inside]) + (1 - order) * np.log(r[inside])).sum() * (x[1] - x[0])
+        ratio = np.log(p[inside]) - np.log(r[inside])
+        moment_less_one = (np.exp(order * ratio + np.log(r[inside])) - r[inside]).sum() * (x[1] - x[0])
         value = renyi.at_orders(PoissonReplaced(q), sigma, [order])[0]
-        assert value == pytest.approx(math.log(moment) / (order - 1), rel=1e-7, abs=1e-11)
+        assert value == pytest.approx(math.log1p(moment_less_one) / (order - 1), rel=1e-7, abs=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -556,13 +572,14 @@ def test_every_cell_is_calibrated(accountant: str) -> None:
 
 
 def test_truncation_costs_and_a_roomy_cap_does_not() -> None:
-    usual = Mechanism("poisson", "zero-out", 10_000, 100).epsilon(1.0, 200, 1e-5)
+    usual = Mechanism("poisson", "zero-out", 10_000, 100).epsilon(1.0, 100, 1e-5)
     spent = {
-        cap: Mechanism("truncated-poisson", "zero-out", 10_000, 100, cap).epsilon(1.0, 200, 1e-5)
+        cap: Mechanism("truncated-poisson", "zero-out", 10_000, 100, cap).epsilon(1.0, 100, 1e-5)
         for cap in (100, 115, 130, 150, 170)
     }
     assert list(spent.values()) == sorted(spent.values(), reverse=True)
-    assert spent[130] > 2 * usual
+    assert usual == pytest.approx(0.72, abs=0.005)
+    assert spent[130] == pytest.approx(2.09, abs=0.005)
     assert spent[170] == pytest.approx(usual, rel=1e-4)
     full, inside = Truncated(0.01, 130, (9_999,), False).full_batch(9_999)
     assert full == pytest.approx(stats.binom.sf(129, 9_999, 0.01))

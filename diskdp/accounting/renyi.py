@@ -24,13 +24,13 @@ _NO_NOISE = 0.02  # sampling hides nothing below this sigma: the unsampled value
 
 
 def divergences(parts: Parts, library: bool = False) -> Array:
-    """At `ORDERS`, of all parts together; with `library`, as dp-accounting's accountant has them where it does."""
+    """At `ORDERS`, of all parts together; with `library`, no less than dp-accounting's accountant has for a step."""
     total = np.zeros_like(ORDERS)
     for step, sigma, count in parts:
-        if library and isinstance(step, Poisson):
-            total += count * _library_poisson(step.rate, sigma)
-        else:
-            total += count * curve(step, sigma)
+        values = curve(step, sigma)
+        if library and isinstance(step, (Poisson, FixedSize)):
+            values = np.maximum(values, _library_curve(step, sigma))
+        total += count * values
     return total
 
 
@@ -110,8 +110,8 @@ def _quadrature(sigma: float, furthest: float) -> tuple[Array, Array]:
 def _fixed_size(q: float, sigma: float, alphas: Array) -> Array:
     """Wang, Balle, Kasiviswanathan 2019, Theorem 27, for noise of sigma *sensitivities*; between integers Corollary 10.
 
-    The theorem needs E (ratio - 1)^k at even k. dp-accounting has these as differences, which cancel to nothing at
-    large sigma; here they are also integrated, and the larger counts, so the bound holds and is never below its.
+    The theorem needs E (ratio - 1)^k at even k. dp-accounting 0.6 has them as k-th differences, of which at large
+    sigma and k rounding alone is left; here they are integrated.
     """
     whole = np.unique(np.concatenate([np.floor(alphas), np.ceil(alphas)]))
     largest = int(min(whole.max(), _LARGEST_EXACT_ORDER))
@@ -132,7 +132,7 @@ def _fixed_size(q: float, sigma: float, alphas: Array) -> Array:
 
 
 def _even_central_moments(sigma: float, largest: int) -> Array:
-    """log E (N(1)/N(0) - 1)^k at k = 0, 2, ..., largest: the larger of a quadrature and of differences."""
+    """log E (N(1)/N(0) - 1)^k at k = 0, 2, ..., largest, by the trapezoidal rule: the integrands are positive."""
     even = np.arange(0, largest + 1, 2)
     step = min(sigma, 1.0) / 20
     z = np.arange(-14 * sigma, largest + 14 * sigma, step)
@@ -140,28 +140,21 @@ def _even_central_moments(sigma: float, largest: int) -> Array:
     exponent = (2 * z - 1) / (2 * sigma**2)
     with np.errstate(divide="ignore"):
         log_apart = np.maximum(exponent, 0.0) + np.log(-np.expm1(-np.abs(exponent)))
-    integrated = np.array([_log_sum_exp(k * np.maximum(log_apart, -700.0) + log_weight) for k in even])
-    # The differences of E ratio^k = exp(k (k-1) / (2 sigma^2)), in logarithms with signs, as dp-accounting takes them.
-    k = np.arange(largest + 1)
-    logs, positive = k * (k - 1) / (2 * sigma**2), np.ones(largest + 1, dtype=bool)
-    differences = [0.0]
-    for _ in range(largest):
-        larger, smaller = np.maximum(logs[1:], logs[:-1]), np.minimum(logs[1:], logs[:-1])
-        same, ahead = positive[1:] == positive[:-1], logs[1:] >= logs[:-1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            gap = np.where(np.isneginf(larger), -np.inf, smaller - larger)
-            logs = larger + np.log1p(np.where(same, -1, 1) * np.exp(gap))
-        positive = np.where(same, ahead == positive[1:], positive[1:])
-        differences.append(float(logs[0]))
-    return np.maximum(integrated + _QUADRATURE_ERROR, np.array(differences)[::2])
+    return np.array([_log_sum_exp(k * np.maximum(log_apart, -700.0) + log_weight) for k in even]) + (_QUADRATURE_ERROR)
 
 
 @lru_cache(maxsize=16)
-def _library_poisson(q: float, sigma: float) -> Array:
-    """By dp-accounting's own accountant, whose fractional orders are upper bounds."""
-    accountant = dp_accounting.rdp.RdpAccountant()
+def _library_curve(step: Poisson | FixedSize, sigma: float) -> Array:
+    """By dp-accounting's own accountant: upper bounds at fractional orders, rounding errors at high ones."""
+    if isinstance(step, Poisson):
+        relation = dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE
+        event = dp_accounting.PoissonSampledDpEvent(step.rate, dp_accounting.GaussianDpEvent(sigma))
+    else:  # only the share of the data counts, and the sensitivity, which is 2 here, is not doubled for us
+        relation = dp_accounting.NeighboringRelation.REPLACE_ONE
+        event = dp_accounting.SampledWithoutReplacementDpEvent(1, step.rate, dp_accounting.GaussianDpEvent(sigma / 2))
+    accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=relation)
     with _absl_silenced():  # it logs every order that it drops
-        accountant.compose(dp_accounting.PoissonSampledDpEvent(q, dp_accounting.GaussianDpEvent(sigma)))
+        accountant.compose(event)
     return np.asarray(accountant.rdp)
 
 
