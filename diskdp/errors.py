@@ -84,6 +84,10 @@ class LowPrecisionWarning(DiskDPWarning):
     """Weights kept in so few bits that small updates do not change them."""
 
 
+class OtherUpdateWarning(DiskDPWarning):
+    """Weights that changed between two private steps."""
+
+
 class StuckWeightsWarning(DiskDPWarning):
     """Trainable weights that the optimizer's first steps left where they were."""
 

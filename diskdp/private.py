@@ -32,6 +32,7 @@ from diskdp.errors import (
     MemoryLimitError,
     NoiseError,
     NonFiniteError,
+    OtherUpdateWarning,
     SamplingError,
     StuckWeightsWarning,
 )
@@ -136,6 +137,7 @@ class PrivateTraining:
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
         self._loader: PrivateLoader | None = None  # the current one
+        self._left: Tensor | None = None  # some of the weights, as the last step left them
         self._still = _Still(self._parameters if plan.noise_multiplier else {})  # noise moves every weight
         self._together = ("", math.inf)  # what was asked of the account last, and ε
         self._process = os.getpid()
@@ -237,6 +239,7 @@ class PrivateTraining:
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
         self._accept(batch)
+        self._warn_of_other_updates()
         seen = _Seen()
         step = self._step
         parts = len(batch.sizes) * len(self._passes())
@@ -251,11 +254,23 @@ class PrivateTraining:
             self._charge(step, gradients)  # on disk before anything is computed from them that can be seen
             _check_finite(gradients, self._parameters)
             self._update(gradients)
+            self._left = _some_of(self._parameters)
             self._step += 1
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
         return seen.result(step, batch.size)
+
+    def _warn_of_other_updates(self) -> None:
+        left, self._left = self._left, None  # once in a row
+        if left is not None and not torch.equal(left, _some_of(self._parameters)):
+            warnings.warn(
+                f"the weights were changed between steps {self._step - 1} and {self._step} by something else than "
+                "private.step: unless that was computed from what had been released, what is trained from here on is "
+                "not covered by the guarantee",
+                OtherUpdateWarning,
+                stacklevel=3,
+            )
 
     def _charge(self, step: int, gradients: list[Tensor]) -> None:
         """Enter the noised result in the ledger, unless it is there: then this step was run before and came out equal.
@@ -396,6 +411,7 @@ class PrivateTraining:
         if self._automatic:  # with as many examples at once as before, sums round as before
             self.microbatch_size = state["microbatch_size"]
         self._step = int(state["step"])
+        self._left = None
         self._renew_secret()
         RandomState.from_tree(state["random"]).restore()
 
@@ -782,7 +798,6 @@ class _Still:
     """Whether the optimizer moves the weights that the model uses: looked at until each was seen to move."""
 
     _STEPS = 3  # with a learning rate; the first of a warm-up may be too small to show in float32
-    _ELEMENTS = 64
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._names = list(parameters)
@@ -792,13 +807,13 @@ class _Still:
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
-        self._before = {n: self._some(p).clone() for n, p in self._waiting.items() if rates.get(id(p), 1.0) > 0}
+        self._before = {n: _first(p).clone() for n, p in self._waiting.items() if rates.get(id(p), 1.0) > 0}
 
     def after(self) -> None:
         if not self._before:
             return
         for name, before in self._before.items():
-            if not torch.equal(self._some(self._waiting[name]), before):
+            if not torch.equal(_first(self._waiting[name]), before):
                 del self._waiting[name]
         self._steps += 1
         if self._steps < self._STEPS:
@@ -813,9 +828,6 @@ class _Still:
             raise GradientError(message)
         if stuck:
             warnings.warn(message, StuckWeightsWarning, stacklevel=5)
-
-    def _some(self, parameter: Tensor) -> Tensor:
-        return parameter.detach().reshape(-1)[: self._ELEMENTS]
 
 
 class _Sums:
@@ -871,6 +883,15 @@ class _Seen:
         return StepResult(
             step, losses.mean().item(), batch_size, clipped.float().mean().item(), norms.nanmedian().item()
         )
+
+
+def _first(parameter: Tensor) -> Tensor:
+    """A few elements, by which a change shows."""
+    return parameter.detach().reshape(-1)[:64]
+
+
+def _some_of(parameters: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([_first(p).double() for p in parameters.values()])
 
 
 def _sum_dtype(parameter: Tensor) -> torch.dtype:

@@ -23,6 +23,7 @@ from diskdp.errors import (
     GradientError,
     NoiseError,
     NonFiniteError,
+    OtherUpdateWarning,
     StuckWeightsWarning,
 )
 from diskdp.ledger import Ledger
@@ -381,3 +382,22 @@ def test_ledgers_of_other_plans_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="belongs to another plan"):
         training(tmp_path, steps=9)
     assert Ledger(tmp_path / "other.jsonl", "abc").spent == 0
+
+
+def test_updates_of_ones_own_between_steps_are_noticed(tmp_path: Path, recwarn: Any) -> None:
+    """A step along a gradient without noise; weights that are put back as they were (after an average's) are fine."""
+    private = training(tmp_path)
+    for batch in private.loader(data()):
+        if private.steps_done == 2:
+            held = [p.detach().clone() for p in private.model.parameters()]
+            with torch.no_grad():
+                for p, value in zip(private.model.parameters(), held):
+                    p.zero_()
+                    p.copy_(value)
+        if private.steps_done == 4:
+            classify(private.model, list(data().tensors)).mean().backward()
+            private.optimizer.step()
+        private.step(batch)
+    found = [str(w.message) for w in recwarn if issubclass(w.category, OtherUpdateWarning)]
+    assert len(found) == 1
+    assert "between steps 3 and 4" in found[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -184,7 +184,8 @@ def isolate(
     draw = False
     for kept, changed in (halves, halves[::-1]):
         weights_B = _weights(batch_size, kept, generator)
-        before = _replaced(run, batch, weights_B, kept, changed, precision)
+        others = [_each_by_another(kept, changed), *(_all_by_one(kept, changed, generator) for _ in range(2))]
+        before = _replaced(run, batch, weights_B, kept, changed, others, precision)
         written.update(before.written)
         draw = draw or before.draws
         _left_out(run, batch, weights_B, kept, precision)
@@ -202,18 +203,42 @@ def look_again(
     order = torch.randperm(batch_size, generator=generator)
     kept, changed = order[: batch_size // 2], order[batch_size // 2 :]
     weights_B = _weights(batch_size, kept, generator)
-    return frozenset(_replaced(run, batch, weights_B, kept, changed, precision).written)
+    one = bool(torch.rand((), generator=generator) < 0.5)
+    by = _all_by_one(kept, changed, generator) if one else _each_by_another(kept, changed)
+    return frozenset(_replaced(run, batch, weights_B, kept, changed, [by], precision).written)
 
 
 def _replaced(
-    run: Run, batch: Any, weights_B: Tensor, kept: Tensor, changed: Tensor, precision: torch.dtype
+    run: Run,
+    batch: Any,
+    weights_B: Tensor,
+    kept: Tensor,
+    changed: Tensor,
+    others: Sequence[Tensor],
+    precision: torch.dtype,
 ) -> Outcome:
-    """Replace ``changed`` by others. Nobody else may notice, and the model may keep nothing of it."""
+    """Replace ``changed`` by each of the ``others``. Nobody else may notice, and the model may keep nothing of it."""
     batch_size = len(weights_B)
     before = run.outcome(batch, weights_B)
     if len(before.losses_B) != batch_size:
         raise _unsteady()
-    by = kept[torch.arange(len(changed)) % len(kept)]
+    for by in others:
+        _unnoticed(run, batch, before, weights_B, kept, changed, by, precision)
+    return before
+
+
+def _unnoticed(
+    run: Run,
+    batch: Any,
+    before: Outcome,
+    weights_B: Tensor,
+    kept: Tensor,
+    changed: Tensor,
+    by: Tensor,
+    precision: torch.dtype,
+) -> None:
+    """Raise GradientError if ``kept`` notice that ``by`` stand in the places of ``changed``."""
+    batch_size = len(weights_B)
     own = kept.to(before.losses_B.device)
     complaint = ""
     for axis in (0, 1):  # tensors whose first two axes both have the batch's length leave a doubt
@@ -243,8 +268,18 @@ def _replaced(
         elif not agree(before.grads, after.grads, REPLACED[precision]):
             complaint = "gradient"
         else:
-            return before
+            return
     raise _mixing(complaint, "are replaced")
+
+
+def _each_by_another(kept: Tensor, changed: Tensor) -> Tensor:
+    return kept[torch.arange(len(changed)) % len(kept)]
+
+
+def _all_by_one(kept: Tensor, changed: Tensor, generator: torch.Generator) -> Tensor:
+    """A sum over the batch, of whole numbers for instance, that two halves happen to share tells them apart here."""
+    one = torch.randint(len(kept), (1,), generator=generator)
+    return kept[one].expand(len(changed))
 
 
 def _left_out(run: Run, batch: Any, weights_B: Tensor, kept: Tensor, precision: torch.dtype) -> None:
