@@ -423,14 +423,30 @@ def _largest_batch(
     noise_multiplier: float,
     delta: float,
 ) -> int:
+    """At fixed epochs a larger batch may mean a step less: first the number of steps is settled, then the batch."""
+
+    def length(chosen: Mechanism) -> int:
+        return _steps_in(epochs, chosen) if epochs is not None else steps or 0
+
     def parts(batch_size: int) -> Parts:
         chosen = mechanism(batch_size)
-        length = steps if epochs is None else _steps_in(epochs, chosen)
-        assert length is not None
-        return chosen.parts(noise_multiplier, {1: length})
+        return chosen.parts(noise_multiplier, {1: length(chosen)})
 
-    limit = dataset_size if max_batch_size is None else min(dataset_size, _count("max_batch_size", max_batch_size))
-    batch_size = largest(parts, 1, limit, epsilon, delta, mechanism(1).accountant)
+    def smallest_alike(batch_size: int) -> int:
+        """The smallest batch with as many steps."""
+        if epochs is None:
+            return batch_size
+        goal, low = length(mechanism(batch_size)), 1
+        while low < batch_size:
+            middle = (low + batch_size) // 2
+            low, batch_size = (low, middle) if length(mechanism(middle)) <= goal else (middle + 1, batch_size)
+        return low
+
+    accountant = mechanism(1).accountant
+    limit = dataset_size if max_batch_size is None else min(dataset_size, max_batch_size)
+    batch_size = largest(lambda size: parts(smallest_alike(size)), 1, limit, epsilon, delta, accountant)
+    if batch_size is not None and (first := smallest_alike(batch_size)) < batch_size:
+        batch_size = largest(parts, first, batch_size, epsilon, delta, accountant)
     if batch_size is None:
         raise PlanError(
             f"not even batch_size=1 with noise_multiplier={noise_multiplier:g} stays within epsilon={epsilon:g} at "

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import pickle
+import time
 import warnings
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from diskdp import accounting
-from diskdp.errors import NotPrivateWarning, PlanError, WeakDeltaWarning
+from diskdp.errors import NotPrivateWarning, PlanError, TruncationWarning, WeakDeltaWarning
 from diskdp.plan import Plan, epsilon_by_epoch
 
 NAMED: dict[str, Any] = {"dataset_size": 10_000, "batch_size": 500, "epochs": 5, "epsilon": 2.0, "delta": 1e-5}
@@ -281,3 +282,166 @@ def test_epsilon_by_epoch_is_short_and_ends_at_the_end(epochs: float) -> None:
     assert steps == sorted(set(steps))
     assert all(row.epsilon <= after.epsilon for row, after in itertools.pairwise(rows))
     assert len(epsilon_by_epoch(plan, max_rows=3)) <= 3
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero-out": {"adjacency": "zero-out"},
+    "replaced": {"adjacency": "replace-one"},
+    "truncated": {"sampling": "truncated-poisson", "max_batch_size": 700, "adjacency": "zero-out"},
+    "fixed-size": {"sampling": "fixed-size", "adjacency": "replace-one"},
+    "fixed-size by rdp": {"sampling": "fixed-size", "adjacency": "replace-one", "accountant": "rdp"},
+    "shuffled": {"sampling": "shuffled", "adjacency": "zero-out"},
+    "people": {"examples_per_unit": 3, "unit": "person"},
+    "discrete": {"noise": "discrete"},
+    "secure": {"noise": "secure"},
+}
+EACH = pytest.mark.parametrize("changes", [pytest.param(changes, id=name) for name, changes in SETTINGS.items()])
+
+
+@EACH
+def test_every_setting_is_planned_spent_and_read_back(changes: dict[str, Any]) -> None:
+    plan = Plan(**changed(**changes))
+    assert 1.99 < plan.epsilon_after(plan.steps) <= 2.0
+    assert plan.delta_after(plan.steps, 2.0) <= plan.delta
+    assert plan.delta_after(plan.steps, 1.0) > plan.delta
+    assert plan.delta_after(0, 1.0) == 0
+    assert plan.epsilon_of({1: plan.steps}) == plan.epsilon_after(plan.steps)
+    assert plan.epsilon_of({1: plan.steps - 1, 3: 1}) > plan.epsilon_after(plan.steps)
+    assert plan.is_guarantee
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.mechanism == plan.mechanism
+    assert again.fingerprint == plan.fingerprint != Plan(**NAMED).fingerprint
+
+
+def test_zero_out_needs_what_add_remove_does_and_replaced_records_more() -> None:
+    plan = Plan(**NAMED)
+    assert Plan(**changed(adjacency="zero-out")).noise_multiplier == plan.noise_multiplier
+    replaced = Plan(**changed(adjacency="replace-one")).noise_multiplier
+    assert plan.noise_multiplier < replaced < 2 * plan.noise_multiplier
+    assert Plan(**changed(noise="discrete")).noise_multiplier == plan.noise_multiplier
+
+
+def test_shuffled_epochs_have_a_last_smaller_batch() -> None:
+    shuffled = {"sampling": "shuffled", "adjacency": "zero-out", "batch_size": 300}
+    plan = Plan(**changed(**shuffled))
+    assert (plan.steps_per_epoch, plan.steps, plan.epochs) == (34, 170, 5.0)
+    assert plan.epsilon_after(1) == plan.epsilon_after(34) < plan.epsilon_after(35)
+    assert Plan(**changed(**shuffled, epochs=None, steps=171)).epochs == 171 / 34
+    assert Plan(**changed(**shuffled, epochs=0.5)).steps == 17
+    assert [row.steps for row in epsilon_by_epoch(plan)] == [34, 68, 102, 136, 170]
+    whole = Plan(dataset_size=10, batch_size=10, steps=5, noise_multiplier=plan.noise_multiplier, delta=1e-5)
+    assert plan.epsilon_after(plan.steps) == pytest.approx(whole.epsilon, rel=1e-12)
+    assert Plan(**changed(batch_size=300)).steps == 167  # Poisson batches: as many as have that many expected records
+
+
+def test_releases_are_checked() -> None:
+    plan = Plan(**NAMED)
+    assert plan.epsilon_of({}) == 0
+    assert plan.epsilon_of({np.int64(1): np.int64(3)}) == plan.epsilon_after(3)
+    for wrong in ({0: 1}, {-1: 2}, {1: -1}, {1.5: 2}, {1: 0.5}, {True: 1}):
+        with pytest.raises(PlanError, match="must be"):
+            plan.epsilon_of(wrong)
+
+
+@EACH
+def test_the_most_steps_that_fit(changes: dict[str, Any]) -> None:
+    solved = Plan(**changed(**changes, epochs=None, noise_multiplier=4.0))
+    assert (solved.epsilon, solved.noise_multiplier) == (2.0, 4.0)
+    assert solved.epsilon_after(solved.steps) <= 2.0 < solved.epsilon_after(solved.steps + solved.steps // 5000 + 1)
+    assert Plan.from_json(solved.to_json()) == solved
+
+
+@EACH
+@pytest.mark.parametrize("length", [{"epochs": None, "steps": 60}, {"epochs": 3.0}])
+@pytest.mark.filterwarnings("ignore::diskdp.errors.TruncationWarning")
+def test_the_largest_batch_that_fits(changes: dict[str, Any], length: dict[str, Any]) -> None:
+    solved = Plan(**changed(**changes, **length, batch_size=None, noise_multiplier=4.0))
+    assert (solved.epsilon, solved.noise_multiplier) == (2.0, 4.0)
+    assert solved.epsilon_after(solved.steps) <= 2.0
+    limit = changes.get("max_batch_size", 10_000)
+    if solved.batch_size < limit:
+        larger = {**changes, **length, "batch_size": solved.batch_size + 1 + solved.batch_size // 200}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert Plan(**changed(**larger, epsilon=None, noise_multiplier=4.0)).epsilon > 2.0
+    assert Plan.from_json(solved.to_json()) == solved
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": 1.0}, "with all given, nothing is left to solve for"),
+        ({"noise_multiplier": 1.0, "epochs": None, "batch_size": None}, "do not fix both length and batch_size"),
+        ({"batch_size": None}, "give batch_size; it may be left out only if epsilon and noise_multiplier"),
+        ({"epsilon": None, "batch_size": None, "noise_multiplier": 1.0}, "give batch_size"),
+        ({"epochs": None}, "both may be left out only if epsilon and noise_multiplier are both given"),
+        ({"epsilon": None}, "give exactly one of epsilon and noise_multiplier; got neither"),
+        ({"epochs": None, "epsilon": math.inf, "noise_multiplier": 1.0}, "without privacy nothing limits"),
+        ({"epochs": None, "noise_multiplier": 0.0}, "without privacy nothing limits"),
+        ({"epochs": None, "epsilon": 0.1, "noise_multiplier": 0.5}, "not even one step"),
+        ({"batch_size": None, "epsilon": 0.01, "noise_multiplier": 0.3}, "not even batch_size=1"),
+        ({"epochs": None, "batch_size": 1, "noise_multiplier": 500.0, "epsilon": 9.0}, "more than 10,000,000 steps"),
+    ],
+)
+def test_what_cannot_be_solved_says_what_to_give(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan(**changed(**changes))
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {},
+        {"adjacency": "replace-one"},
+        {"sampling": "fixed-size", "adjacency": "replace-one"},
+        {"sampling": "truncated-poisson", "max_batch_size": 700, "adjacency": "zero-out"},
+    ],
+)
+def test_each_number_is_found_in_a_second_and_a_half_up_to_a_hundred_thousand_steps(
+    setting: dict[str, Any], accountant: str
+) -> None:
+    if accountant == "rdp" and "max_batch_size" in setting:
+        pytest.skip("refused: there is no Renyi accounting of truncated batches")
+    base = {"dataset_size": 100_000, "delta": 1e-6, "accountant": accountant, **setting}
+    plan = Plan(**base, batch_size=500, steps=100_000, epsilon=3.0)
+    sigma = plan.noise_multiplier
+    solves = {
+        "noise": {"batch_size": 500, "steps": 99_999, "epsilon": 3.0},
+        "epsilon": {"batch_size": 500, "steps": 99_998, "noise_multiplier": sigma},
+        "steps": {"batch_size": 500, "epsilon": 3.0, "noise_multiplier": sigma},
+        "batch": {"steps": 100_000, "epsilon": 3.0, "noise_multiplier": sigma},
+    }
+    for name, given in solves.items():
+        start = time.process_time()
+        solved = Plan(**base, **given)  # type: ignore[arg-type]
+        seconds = time.process_time() - start
+        assert seconds < 1.5, f"{name} took {seconds:.2f} s"
+        assert solved.epsilon_after(solved.steps) <= 3.0 * (1 + 1e-3)
+        if name == "steps":
+            assert 99_980 <= solved.steps <= 100_400
+        if name == "batch":
+            assert 499 <= solved.batch_size <= 503
+
+
+def test_paper_accounting_is_no_guarantee() -> None:
+    with pytest.warns(NotPrivateWarning, match="epsilon=2 is not a guarantee") as caught:
+        plan = Plan(**changed(sampling="fixed-size", paper_accounting=True))
+    assert caught[0].filename == __file__
+    assert plan.noise_multiplier == Plan(**NAMED).noise_multiplier
+    assert plan.is_private
+    assert not plan.is_guarantee
+    with pytest.warns(NotPrivateWarning, match="not a guarantee"):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_cap_near_the_batch_size_warns() -> None:
+    truncated = {"sampling": "truncated-poisson", "adjacency": "zero-out"}
+    with pytest.warns(TruncationWarning, match="max_batch_size=600 is within 6 .* raise it to 631") as caught:
+        Plan(**changed(**truncated, max_batch_size=600))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Plan(**changed(**truncated, max_batch_size=631))
+        Plan(**changed(**truncated, max_batch_size=10_000, batch_size=10_000))
