@@ -153,7 +153,7 @@ class Plan:
             )
         chosen = mechanism(batch_size)
         if epochs is not None:
-            steps = _steps_in(epochs, chosen)
+            steps = steps_in(epochs, chosen)
         elif steps is None:
             assert epsilon is not None
             assert noise_multiplier is not None
@@ -324,7 +324,7 @@ class Plan:
         epochs = _number("epochs", values.pop("epochs"))
         epsilon = _number("epsilon", values.pop("epsilon"))
         plan = cls(**values)
-        if not 0 < epochs < math.inf or _steps_in(epochs, plan.mechanism) != plan.steps:
+        if not 0 < epochs < math.inf or steps_in(epochs, plan.mechanism) != plan.steps:
             raise PlanError(f"this plan is inconsistent: {epochs:g} epochs are not {plan.steps} steps")
         if not plan.epsilon <= epsilon * (1 + _EPSILON_TOLERANCE):
             raise PlanError(
@@ -354,7 +354,7 @@ def epsilon_by_epoch(plan: Plan, max_rows: int = 50) -> list[EpochSpend]:
     """
     whole = math.ceil(plan.epochs)
     stride = math.ceil(whole / max_rows)
-    ends = [(float(epoch), _steps_in(epoch, plan.mechanism)) for epoch in range(stride, whole, stride)]
+    ends = [(float(epoch), steps_in(epoch, plan.mechanism)) for epoch in range(stride, whole, stride)]
     ends = [(epoch, steps) for epoch, steps in ends if steps < plan.steps]
     return [EpochSpend(epoch, steps, plan.epsilon_after(steps)) for epoch, steps in [*ends, (plan.epochs, plan.steps)]]
 
@@ -426,7 +426,7 @@ def _largest_batch(
     """At fixed epochs a larger batch may mean a step less: first the number of steps is settled, then the batch."""
 
     def length(chosen: Mechanism) -> int:
-        return _steps_in(epochs, chosen) if epochs is not None else steps or 0
+        return steps_in(epochs, chosen) if epochs is not None else steps or 0
 
     def parts(batch_size: int) -> Parts:
         chosen = mechanism(batch_size)
@@ -455,7 +455,7 @@ def _largest_batch(
     return batch_size
 
 
-def _steps_in(epochs: float, mechanism: Mechanism) -> int:
+def steps_in(epochs: float, mechanism: Mechanism) -> int:
     """The steps that cover `epochs`: rounded up, unless whole but for rounding (1.1 * 1000 / 100 is 11)."""
     if mechanism.sampling == "shuffled":
         exact = epochs * mechanism.steps_per_epoch

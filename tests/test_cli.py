@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -538,6 +539,53 @@ def test_plan_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nothing to draw" in capsys.readouterr().err
 
 
+def test_plan_finds_steps_and_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = ["plan", "--dataset-size", "10000", "--delta", "1e-5", "--epsilon", "2", "--noise-multiplier", "2"]
+    assert run([*setting, "--batch-size", "100", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    plan = Plan(dataset_size=10_000, batch_size=100, epsilon=2.0, noise_multiplier=2.0, delta=1e-5)
+    assert (answer["steps"], answer["steps_per_epoch"], answer["guarantee"]) == (plan.steps, 100, True)
+    assert Plan.from_json(json.dumps(answer["plan"])) == plan
+    assert run([*setting, "--steps", "100", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plan"]["batch_size"] > 100
+    assert answer["spent"][-1]["epsilon"] == pytest.approx(2.0, rel=0.01)
+
+
+def test_plan_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = ["plan", *SMALL, "--noise-multiplier", "3"]
+    for options in (
+        ["--sampling", "fixed-size", "--adjacency", "replace-one"],
+        ["--sampling", "shuffled", "--adjacency", "zero-out", "--examples-per-unit", "2"],
+        ["--sampling", "truncated-poisson", "--max-batch-size", "60"],
+    ):
+        assert run([*setting, *options]) == 0, options
+        assert options[1] in capsys.readouterr().out
+    assert run([*setting, "--sampling", "fixed-size", "--paper-accounting"]) == 0
+    shown = capsys.readouterr()
+    assert "NOT A GUARANTEE" in shown.out
+    assert "not a guarantee" in shown.err
+
+
+@pytest.mark.parametrize("by", ["steps", "batch"])
+def test_plan_explored(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "explored.png"
+    setting = ["plan", *SMALL, "--epsilon", "4", "--explore", by]
+    assert run([*setting, "--plot", str(file)]) == 0
+    table = capsys.readouterr().out
+    assert run([*setting, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    explored = answer["explored"]
+    assert explored["by"] == by
+    middle = explored["values"].index(answer["steps"] if by == "steps" else answer["plan"]["batch_size"])
+    assert explored["noise_multipliers"][2][middle] == answer["noise_multiplier"]
+    for row in explored["noise_multipliers"]:
+        assert row == sorted(row)
+        assert all(f"{sigma:.4g}" in table for sigma in row)
+    pixels = (matplotlib.image.imread(file)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    assert {(0, 114, 178), (86, 180, 233)} <= {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
+
+
 def test_plan_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
     setting = ["plan", "--dataset-size", "100", "--batch-size", "10", "--steps", "3", "--delta", "1e-3"]
     assert run([*setting, "--epsilon", "inf", "--json"]) == 0
@@ -552,6 +600,10 @@ def test_plan_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--dataset-size", "10"], "Missing option"),
         (["plan", "--dataset-size", "ten"], "--dataset-size"),
         (["plan", *SMALL], "exactly one of epsilon"),
+        (["plan", *SMALL, "--epsilon", "1", "--noise-multiplier", "1"], "nothing is left to solve for"),
+        (["plan", *SMALL, "--epsilon", "1", "--explore", "delta"], "--explore delta: must be steps or batch"),
+        (["plan", *SMALL, "--noise-multiplier", "0", "--explore", "steps"], "nothing to explore"),
+        (["plan", *SMALL, "--epsilon", "1", "--max-batch-size", "9"], "max_batch_size=9 has no meaning"),
         (["explain", "cnn5"], "give --input-shape"),
         (["explain", "cnn5", "--input-shape", "3,x", "--classes", "2"], "--input-shape '3,x'"),
         (["explain", "cnn5", "--input-shape", "3", "--classes", "2"], "cnn5: needs images"),

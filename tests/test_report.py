@@ -110,6 +110,29 @@ def test_card_of_what_is_not_private(changes: dict[str, object], seed: int | Non
     assert (values["epsilon"] == "inf") == (seed is None)
 
 
+def test_card_of_paper_accounting_is_no_guarantee() -> None:
+    card = card_of(training(plan(sampling="fixed-size", paper_accounting=True)))
+    assert not card.private
+    assert card.paper_accounting
+    assert card.warnings[0].startswith("NOT A GUARANTEE")
+    page = card.to_markdown()
+    assert "**NOT A GUARANTEE.**" in page
+    assert "differential privacy**" not in page
+    assert json.loads(card.to_json())["private"] is False
+
+
+def test_card_names_unit_sampling_and_adjacency() -> None:
+    card = card_of(training(plan(examples_per_unit=3, unit="patient", adjacency="zero-out")))
+    page = card.to_markdown()
+    assert "one patient, with at most 3 records" in page
+    assert "each record joins each batch independently" in page
+    assert "replaced by one that contributes nothing" in page
+    truncated = plan(sampling="truncated-poisson", max_batch_size=60, adjacency="replace-one")
+    page = card_of(training(truncated)).to_markdown()
+    assert "of more than 60 a uniformly random subset" in page
+    assert "replaced by another" in page
+
+
 def test_card_warns_of_a_weak_delta() -> None:
     card = card_of(training(plan(delta=0.05)))
     assert card.private

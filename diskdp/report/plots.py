@@ -1,4 +1,4 @@
-"""Plots of runs: accuracy against steps with a band for the spread over seeds, and ε against epochs.
+"""Plots of runs and plans: accuracy against steps with a band for the spread over seeds, ε and σ of a plan.
 
 Colour-blind readers can tell the colours apart (Okabe and Ito 2008); each curve has its own dashes too.
 """
@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MultipleLocator, PercentFormatter
 
 from diskdp.plan import Plan, epsilon_by_epoch
+from diskdp.tradeoff import TradeOff
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _DASHES = ((), (5, 1.8), (1.6, 1.4), (6, 1.6, 1.4, 1.6))
@@ -80,6 +81,29 @@ def plot_epsilon(path: str | os.PathLike[str], plan: Plan) -> None:
     axes.set_xlabel("epoch")
     axes.set_title("ε", loc="left", fontsize=9.5, color=_INK, pad=8)
     _label_ends(axes, [(rows[-1].epsilon, f"ε = {rows[-1].epsilon:.3g}", _COLOURS[0])])
+    figure.savefig(Path(path), dpi=160)
+
+
+def plot_trade_off(path: str | os.PathLike[str], plan: Plan, explored: TradeOff) -> None:
+    """Draw the noise that each budget needs, against steps or batch size, to a PNG."""
+    fixed = f"B = {plan.batch_size:,}" if explored.by == "steps" else f"{plan.epochs:g} epochs"
+    subtitle = f"δ = {plan.delta:.2g}, N = {plan.dataset_size:,}, {fixed}, {plan.sampling}, {plan.adjacency}"
+    figure, axes = _canvas("The noise that a budget needs", subtitle)
+    ends = []
+    for i, (budget, row) in enumerate(zip(explored.budgets, explored.noise_multipliers)):
+        known = [(value, sigma) for value, sigma in zip(explored.values, row) if sigma is not None]
+        if known:
+            colour, dashes = _COLOURS[i % len(_COLOURS)], _DASHES[i % len(_DASHES)]
+            (line,) = axes.plot(*zip(*known), color=colour, linewidth=2, marker="o", markersize=4)
+            if dashes:
+                line.set_dashes(dashes)
+            ends.append((known[-1][1], f"ε = {budget:.3g}", colour))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(explored.values, [f"{value:,}" for value in explored.values])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("steps" if explored.by == "steps" else "batch size B")
+    axes.set_title("σ, noise multiplier", loc="left", fontsize=9.5, color=_INK, pad=8)
+    _label_ends(axes, ends)
     figure.savefig(Path(path), dpi=160)
 
 
