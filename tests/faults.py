@@ -47,9 +47,12 @@ class _Understated(PrivateTraining):
 class _Shuffled:
     """The parts of a shuffle of all records, anew each epoch."""
 
-    def __init__(self, records: int, batch: int) -> None:
-        self.dataset_size, self._batch = records, batch
+    def __init__(self, sampler: Any, batch: int) -> None:
+        self._sampler, self._batch = sampler, batch
         self._seed = int(np.random.default_rng().integers(1 << 62))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
 
     def indices(self, step: int) -> Any:
         batches = self.dataset_size // self._batch
@@ -82,7 +85,7 @@ def _shuffled(training: PrivateTraining) -> None:
 
     def loader(dataset: Any, *positional: Any, **named: Any) -> Any:
         batches = loaded(dataset, *positional, **named)
-        batches._sampler = _Shuffled(training.plan.dataset_size, training.plan.batch_size)  # type: ignore[assignment]
+        batches._sampler = _Shuffled(batches._sampler, training.plan.batch_size)  # type: ignore[assignment]
         return batches
 
     training.loader = loader  # type: ignore[method-assign]

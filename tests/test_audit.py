@@ -22,7 +22,7 @@ from diskdp.audit.bounds import Event, proportion_above, proportion_below, scale
 from diskdp.audit.canaries import ABSENT, FLIPPING, PRESENT, STEADY, draw
 from diskdp.audit.claims import Claim, fixed_size_epsilon
 from diskdp.cli import run
-from diskdp.errors import AuditError, NotPrivateWarning
+from diskdp.errors import AuditError, NotPrivateWarning, PlanError
 from diskdp.filters import Filter
 from tests import faults
 
@@ -76,6 +76,28 @@ def test_honest_configurations_pass(filter: Filter, changes: dict[str, Any], mic
     assert audit.passed, audit.broken
     assert 0 < audit.epsilon_lower <= audit.epsilon_claimed
     assert audit.epsilon_lower > 0.5 * audit.epsilon_claimed  # and the audit is sharp
+
+
+@pytest.mark.parametrize(
+    ("sampling", "adjacency", "batch_size"),
+    [
+        ("poisson", "zero-out", 500),
+        ("poisson", "replace-one", 2000),
+        ("fixed-size", "replace-one", 200),
+        ("shuffled", "zero-out", 200),
+        ("shuffled", "replace-one", 200),
+    ],
+)
+def test_other_worlds(sampling: str, adjacency: str, batch_size: int) -> None:
+    """Replaced records move from +C to -C; draws of fixed-size batches are only nearly independent."""
+    try:
+        plan = make_plan(sampling=sampling, adjacency=adjacency, batch_size=batch_size, steps=10)
+    except PlanError as refused:
+        pytest.skip(str(refused))
+    audit = audit_step(plan, draws=2000, microbatch_size=None, seed=6)
+    assert audit.passed, audit.broken
+    assert audit.epsilon_lower > 0.7 * audit.epsilon_claimed
+    assert not audit_step(plan, draws=2000, microbatch_size=None, privatize=faults.less_noise).passed
 
 
 def test_the_battery_passes_and_is_sharp() -> None:
@@ -274,7 +296,8 @@ def test_one_run_bound_holds_for_randomised_response() -> None:
 def test_one_run_finds_the_absence_of_noise_and_little_else() -> None:
     honest = audit_run(seed=0)
     less = audit_run(privatize=faults.less_noise)
-    bare = audit_run(privatize=faults.planted(lambda training: faults._noise(training, factor=0.1)))
+    plan = make_plan(dataset_size=4000, batch_size=4000, steps=1, noise_multiplier=2.0)
+    bare = audit_run(plan, privatize=faults.planted(lambda training: faults._noise(training, factor=0.1)))
     assert honest.passed
     assert 0.5 < honest.epsilon_lower < 2.5
     assert less.passed  # a gross fault to the two-world audit, invisible here
