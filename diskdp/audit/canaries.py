@@ -223,7 +223,7 @@ def _dataset(
         towards = np.eye(len(TENSORS))[kind_of - ALONE] if kind_of >= ALONE else together
         sign = np.select([world[chosen] == PRESENT, world[chosen] == OPPOSITE], [1.0, -1.0], 0.0)
         direction[chosen] = plan.max_grad_norm * (sign * lengths)[:, None] * towards
-    direction[canaries:] = plan.max_grad_norm * 2.0 * together * crowd
+    direction[canaries:] = plan.max_grad_norm * 1000.0 * together * crowd
     slopes = slopes_by_kind[np.where(kind >= ALONE, STEADY, kind)]
     slopes = np.concatenate([slopes, np.ones((records - canaries, slopes.shape[1]), np.float32)])
     owner = np.minimum(np.arange(records), canaries)

@@ -82,7 +82,8 @@ def audit_run(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(generator.integers(1 << 31)))
         model = _WithCanaries(inputs.shape[1], canaries)
-    optimizer = _Recording(model.parameters())
+    model.canaries.requires_grad_(kind == "gradient")
+    optimizer = _Recording(p for p in model.parameters() if p.requires_grad)
     private = privatize(
         model,
         optimizer,
@@ -202,7 +203,7 @@ def _moved(
     model: _WithCanaries, before: dict[str, Tensor], seen: list[Tensor], kind: str, probe: tuple[Tensor, Tensor]
 ) -> Array:
     """The product of each canary's gradient with the released one, at the weights of the step."""
-    released = dict(zip((name for name, _ in model.named_parameters()), seen))
+    released = dict(zip((name for name, p in model.named_parameters() if p.requires_grad), seen))
     if kind == "gradient":
         return -released["canaries.weight"][:, 0].double().numpy()
     names = [name for name in before if name.startswith("network.")]

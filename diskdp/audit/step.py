@@ -532,9 +532,11 @@ def _sampling_fits(configuration: _Configuration, claim: Claim, draws: Draws, er
         )
     )
     ratio = float(np.var(crowd, ddof=1)) / variance if count > 1 else 1.0
-    # the normal approximation to a binomial count must be good, far into the tail
     testable = size * rate * (1 - rate) >= 9 and count >= 10
-    chance = float(stats.chi2.cdf(ratio * (count - 1), count - 1)) if testable else 1.0
+    # the spread of a sample variance grows with the kurtosis, which a binomial count has a little of
+    kurtosis = max(0.0, (1 - 6 * rate * (1 - rate)) * size * rate * (1 - rate) / variance**2)
+    freedom = (count - 1) / (1 + kurtosis / 2)
+    chance = float(stats.chi2.cdf(ratio * freedom, freedom)) if testable else 1.0
     too_steady = chance < error / 2
     epsilon = 0.0
     if too_steady:
