@@ -59,6 +59,8 @@ def statistics(audit: Any) -> set[str]:
         (NoFilter(), {"clipping": "per-layer"}, 900),
         (NoFilter(), {"batch_size": 500, "steps": 5}, 200),
         (NoFilter(), {"batch_size": 20, "steps": 40, "accountant": "rdp"}, 8),
+        (NoFilter(), {"noise": "secure", "batch_size": 1000}, 400),
+        (NoFilter(), {"noise": "discrete", "dataset_size": 600, "batch_size": 600}, 200),
         (LowPass(kappa=0.3), {"steps": 3}, None),
         (LowPass(a=[1, -0.5], b=[0.3, 0.2]), {"steps": 3}, None),
         (DiSK(), {"steps": 4}, None),

@@ -13,7 +13,6 @@ from functools import lru_cache
 import numpy as np
 from scipy import special
 
-from diskdp import accounting
 from diskdp.audit.bounds import Array, Event, largest_falling
 from diskdp.errors import DiskDPWarning
 from diskdp.plan import Plan
@@ -106,10 +105,7 @@ def _any_of(times: int, probability: Array) -> Array:
 
 @lru_cache(maxsize=4096)
 def _delta(plan: Plan, steps: int, epsilon: float) -> float:
-    own = getattr(plan, "delta_after", None)
-    if own is not None:
-        return float(own(steps, epsilon))
-    return accounting.delta(plan.noise_multiplier, plan.sample_rate, steps, epsilon, plan.accountant)
+    return plan.delta_after(steps, epsilon)
 
 
 @lru_cache(maxsize=64)

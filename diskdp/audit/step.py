@@ -139,6 +139,7 @@ def _battery(filter: Filter | None, microbatch_size: int | Literal["both"] | Non
         delta=1e-5,
         clipping="automatic",
         max_grad_norm=0.4,
+        noise="secure",
     )
     epoch = Plan(dataset_size=8200, batch_size=82, steps=100, noise_multiplier=0.8, delta=1e-5, max_grad_norm=3.0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,9 @@ class SamplingPlan(Protocol):
 
     @property
     def batch_size(self) -> int: ...
+
+    @property
+    def max_batch_size(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def sampler_for(plan: SamplingPlan, secret: Secret) -> Sampler:
     if plan.sampling == "poisson":
         return PoissonSampler(size, batch / size, secret)
     if plan.sampling == "truncated-poisson":
-        most: Any = getattr(plan, "max_batch_size", None)
+        most = plan.max_batch_size
         if most is None:
             raise SamplingError("truncated Poisson sampling needs a limit: give the plan a max_batch_size")
         return TruncatedPoissonSampler(size, batch / size, most, secret)
