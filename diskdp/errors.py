@@ -68,6 +68,10 @@ class NotPrivateWarning(DiskDPWarning):
     """Nothing released under this configuration is differentially private."""
 
 
+class NewKeyWarning(DiskDPWarning):
+    """A run that goes on under another key than it had, so that repeated steps are charged again."""
+
+
 class MemoryWarning(DiskDPWarning):
     """Memory ran out, and the work went on with fewer examples at once."""
 
@@ -90,6 +94,10 @@ class OtherUpdateWarning(DiskDPWarning):
 
 class StuckWeightsWarning(DiskDPWarning):
     """Trainable weights that the optimizer's first steps left where they were."""
+
+
+class UncheckedUnitsWarning(DiskDPWarning):
+    """A bound on the records of a unit that nothing has checked."""
 
 
 class UnusedParameterWarning(DiskDPWarning):

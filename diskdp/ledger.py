@@ -142,8 +142,9 @@ class Ledger:
         return self._own_releases.counts
 
     def go_on_as(self, run: str) -> None:
-        """This is the run of that name, which is in the ledger already."""
-        if self._account is not None:
+        """This is the run of that name, if the ledger has it; else it keeps a name of its own."""
+        self._catch_up()
+        if run in self._plans:
             self.run = run
 
     @property
@@ -184,6 +185,10 @@ class Ledger:
     @property
     def _own_releases(self) -> Releases:
         self._catch_up()
+        return self._own_releases_here
+
+    @property
+    def _own_releases_here(self) -> Releases:
         return self._runs.setdefault(self.run, Releases())
 
     def _append(self, file: IO[bytes] | None, releases: Sequence[Release]) -> None:
@@ -193,17 +198,22 @@ class Ledger:
             bodies = [_release_body(self.run, release) for release in releases]
             if self._account is not None and self.run not in self._plans:
                 bodies.insert(0, {"run": self.run, "plan": self._plan_json})
-                self._plans[self.run] = self._plan_json
-            lines, chain = [], self.head[1]
+            lines, chains = [], [self.head[1]]
             for body in bodies:
-                chain, line = _line(body, chain)
-                self._chains.append(chain)
+                chain, line = _line(body, chains[-1])
+                chains.append(chain)
                 lines.append(line)
-            self._write(file, b"".join(lines), len(bodies))
+            size, self._size = self._written(file, b"".join(lines)), -1  # read again if what follows is interrupted
+            self._chains += chains[1:]
+            if self._account is not None:
+                self._plans[self.run] = self._plan_json
         for release in releases:
-            self._own_releases.add(release)
+            self._own_releases_here.add(release)
+        if file is not None:
+            self._size = size
 
-    def _write(self, file: IO[bytes], text: bytes, entries: int) -> None:
+    def _written(self, file: IO[bytes], text: bytes) -> int:
+        """Append to the file and sync it; its size then, or -1 if it has to be read again."""
         torn = _torn(file)
         if torn and text.startswith(torn):  # the very entry that a crash cut short
             text = text[len(torn) :]
@@ -215,14 +225,12 @@ class Ledger:
                 text = text[file.write(text) :]
             os.fsync(file.fileno())
         except OSError as error:
-            del self._chains[-entries:]
             file.truncate(size)
-            self._size = -1
             raise CheckpointError(
                 f"{self.path}: the ledger cannot be written ({error}); nothing was released and no weight has moved. "
                 "Make room, then resume"
             ) from error
-        self._size = -1 if torn else file.tell()  # what was torn is read again
+        return -1 if torn else file.tell()
 
     def _own(self, path: Path) -> None:
         if self._owner == os.getpid():

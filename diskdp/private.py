@@ -30,11 +30,13 @@ from diskdp.errors import (
     GradientError,
     LowPrecisionWarning,
     MemoryLimitError,
+    NewKeyWarning,
     NoiseError,
     NonFiniteError,
     OtherUpdateWarning,
     SamplingError,
     StuckWeightsWarning,
+    UncheckedUnitsWarning,
 )
 from diskdp.filters import DiSK, Filter
 from diskdp.gradients import (
@@ -132,6 +134,7 @@ class PrivateTraining:
         self._kept = seed is None and key_path is not None  # the secret outlives this process
         self._secret = _secret(seed, key_path)
         self._noise = noise_source(plan.noise, self._secret)
+        self._most_a_part = 0  # examples, that the grid allows for
         self._grid = self._grid_of_plan() if plan.noise == "discrete" else None
         self._filter_state = filter.start()
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
@@ -190,6 +193,13 @@ class PrivateTraining:
         before any training. With ``microbatch_size="auto"`` it then measures, on the first examples, how many fit.
         """
         self._check_account()
+        if self.plan.examples_per_unit > 1 and units is None:
+            warnings.warn(
+                f"examples_per_unit={self.plan.examples_per_unit} is taken on trust: pass units= (each record's unit) to "
+                "have it checked that none has more",
+                UncheckedUnitsWarning,
+                stacklevel=2,
+            )
         loader = PrivateLoader(
             dataset,
             sampler_for(self.plan, self._secret),
@@ -349,6 +359,7 @@ class PrivateTraining:
             "spent": self._ledger.spent,
             "ledger": self._ledger.head,
             "run": self._ledger.run,
+            "secret": self._secret_name,
             "seeded": self._seeded,
             "microbatch_size": self.microbatch_size,
             "random": RandomState.capture().to_tree(),
@@ -413,6 +424,14 @@ class PrivateTraining:
         self._step = int(state["step"])
         self._left = None
         self._renew_secret()
+        if self._kept and state["secret"] != self._secret_name:
+            self._pad_epoch()
+            warnings.warn(
+                f"the checkpoint was made under another key than this run's, so steps after step {self._step} are "
+                "drawn anew and charged again; resume with the run's own key if it was lost by mistake",
+                NewKeyWarning,
+                stacklevel=2,
+            )
         RandomState.from_tree(state["random"]).restore()
 
     def save(self, path: str | Path) -> None:
@@ -442,6 +461,11 @@ class PrivateTraining:
             self._secret = Secret.from_os()
             self._pad_epoch()
         self._noise = noise_source(self.plan.noise, self._secret)  # a thread of its own does not survive a fork
+
+    @property
+    def _secret_name(self) -> str:
+        """Tells one secret from another, and nothing else about it."""
+        return self._secret.derive("name of the secret")[:8].hex()
 
     def _pad_epoch(self) -> None:
         """New permutations in the middle of an epoch may bring every record once more: both parts count as epochs."""
@@ -498,7 +522,7 @@ class PrivateTraining:
         if self.plan.noise_multiplier == 0:
             raise NoiseError('noise="discrete" with noise_multiplier=0: there is no noise to be discrete; leave it out')
         most = self.plan.dataset_size if self.plan.sampling == "poisson" else self._largest_batch
-        examples = min(self.microbatch_size or most, most)
+        self._most_a_part = examples = min(self.microbatch_size or most, most)
         separate = self.filter.clip == "separate" and all(self.filter.coefficients)
         return Grid.fit(
             self.plan.noise_multiplier,
@@ -592,6 +616,11 @@ class PrivateTraining:
         """
         grid = self._grid
         assert grid is not None
+        if max(batch.sizes, default=0) > self._most_a_part or len(batch.sizes) * len(self._passes()) > grid.parts:
+            raise SamplingError(
+                "microbatch_size was changed after the grid was made for it; make a new private training, and load "
+                "this one's state_dict() into it"
+            )
         totals = {name: torch.zeros_like(p, dtype=torch.int64) for name, p in self._parameters.items()}
         for examples, microbatch in zip(batch.sizes, batch.microbatches()):
             for weight, clipped in self._clipped(microbatch, examples, seen):

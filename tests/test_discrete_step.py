@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, LowPass, NoFilter, Plan, privatize
 from diskdp.clipping import Clipper
-from diskdp.errors import LowPrecisionWarning, NoiseError
+from diskdp.errors import LowPrecisionWarning, NoiseError, SamplingError
 from diskdp.gradients import Engine, clip_in_float64
 from tests.oracle import clipped, per_example
 
@@ -136,6 +136,19 @@ def test_other_precisions_and_filters(dtype: torch.dtype) -> None:
         private, seen = released(dtype, lr=0.1, filter=LowPass(kappa=0.5), steps=3)
     assert private.steps_done == 3
     assert all(g.isfinite().all() for gradients in seen for g in gradients)
+
+
+def test_the_grid_holds_for_the_microbatches_it_was_made_for() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4))
+    plan = Plan(dataset_size=N, batch_size=30, steps=4, noise_multiplier=1.5, delta=1e-3, noise="discrete")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, plan, loss_fn=classify, filter=NoFilter(), microbatch_size=4, seed=1)
+    for changed in (40, 1):
+        private.microbatch_size = changed
+        with pytest.raises(SamplingError, match="microbatch_size was changed"):
+            private.step(next(iter(private.loader(data(torch.float32)))))
+    assert private.steps_charged == 0
 
 
 def test_what_has_no_grid() -> None:

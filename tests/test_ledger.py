@@ -305,3 +305,33 @@ def test_accounts_that_bound_nothing(account: Account, path: Path) -> None:
     with pytest.raises(PlanError):
         open_account(path, account)
     assert not path.exists()
+
+
+def test_runs_that_were_in_no_ledger_stay_apart_in_an_account(path: Path) -> None:
+    """Both come from checkpoints of one plan: that they have its name does not make them one run."""
+    open_account(path, Account(2.0, 1e-5))
+    for _ in range(2):
+        ledger = Ledger(path, "abc", "plan a")
+        ledger.go_on_as("abc")
+        ledger.at_least(3)
+    assert [counts for _, counts in read_account(path)[1]] == [{1: 3}, {1: 3}]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_interrupted_write_is_read_again(where: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of an entry: what is on disk counts, and nothing is taken for damage."""
+    ledger = filled(path)
+    written = Ledger._written
+
+    def interrupted(self: Ledger, file: object, text: bytes) -> int:
+        if where == "after":
+            written(self, file, text)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ledger.record(Release(4, "sample 4", "sum 4"), anything)
+    assert ledger.spent == (5 if where == "after" else 4)
+    assert ledger.record(Release(4, "sample 4", "sum 4"), anything) == (where == "before")
+    assert ledger.spent == Ledger(path, "abc").spent == 5

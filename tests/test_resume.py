@@ -21,6 +21,7 @@ from diskdp.errors import (
     BudgetExhausted,
     CheckpointError,
     GradientError,
+    NewKeyWarning,
     NoiseError,
     NonFiniteError,
     OtherUpdateWarning,
@@ -193,6 +194,18 @@ def test_keys_that_would_not_be_safe(tmp_path: Path) -> None:
     with pytest.raises(NoiseError, match="add ledger_path"):
         training(tmp_path, ledger_path=None)
     assert not (tmp_path / "key").exists()
+
+
+def test_a_lost_key_is_replaced_and_its_steps_are_charged_again(tmp_path: Path) -> None:
+    private = training(tmp_path)
+    start = private.state_dict()
+    first = some_steps(private, 3)
+    (tmp_path / "key").unlink()
+    other = training(tmp_path)
+    with pytest.warns(NewKeyWarning, match="charged again"):
+        other.load_state_dict(start)
+    assert not any(torch.equal(a, b) for a, b in zip(first, some_steps(other, 3)))
+    assert other.steps_charged == 6
 
 
 # --- states -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, NoFilter, Plan, privatize
-from diskdp.errors import GradientError
+from diskdp.errors import GradientError, SamplingError, UncheckedUnitsWarning
 from tests.models import classify
 
 SIZE = 40
@@ -179,3 +179,23 @@ def test_a_trainable_parameter_without_gradient_is_refused_before_training() -> 
     model.unused.requires_grad_(False)
     again = privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), make_plan(), loss_fn=classify)
     assert len(again.loader(vectors())) == 6
+
+
+def test_units_are_checked_where_they_are_named() -> None:
+    """At most two records of a unit: three are refused before training, and nobody's word goes unremarked."""
+    model = nn.Linear(6, 3)
+    plan = Plan(dataset_size=12, batch_size=4, steps=2, noise_multiplier=2.0, delta=1e-3, examples_per_unit=2)
+    private = privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan,
+        loss_fn=lambda m, b: nn.functional.cross_entropy(m(b[0]), b[1], reduction="none"),
+    )
+    records = torch.utils.data.TensorDataset(torch.randn(12, 6), torch.randint(0, 3, (12,)))
+    with pytest.raises(SamplingError, match="2"):
+        private.loader(records, units=[0] * 3 + list(range(1, 10)))
+    for batch in private.loader(records, units=[0, 0, 1, 1, *range(2, 10)]):
+        private.step(batch)
+    assert private.epsilon == plan.epsilon
+    with pytest.warns(UncheckedUnitsWarning, match="pass units="):
+        private.loader(records)
