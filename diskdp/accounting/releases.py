@@ -80,24 +80,7 @@ class PoissonReplaced:
         return self.rate
 
     def curves(self, sigma: float) -> tuple[Curve, ...]:
-        q, highest = self.rate, self._loss(_KEPT * sigma + 1, sigma)
-
-        def divergence(epsilons: Array) -> Array:
-            # Where log(P/Q) is epsilon: x = sigma^2 (epsilon/2 + asinh(sinh(epsilon/2) (1-q)/q exp(1/(2 sigma^2)))).
-            log_slope = math.log1p(-q) - math.log(q) + 1 / (2 * sigma**2)
-            with np.errstate(divide="ignore"):
-                log_less_one = epsilons + np.log(-np.expm1(-epsilons))  # log(exp(epsilon) - 1)
-            x = sigma**2 * (epsilons / 2 + _asinh_exp(log_slope + log_less_one - epsilons / 2 - math.log(2)))
-            apart = math.log1p(-q) + log_less_one + special.log_ndtr(-x / sigma)
-            swapped = math.log(q) + epsilons + special.log_ndtr((-1 - x) / sigma)
-            return np.clip(q * special.ndtr((1 - x) / sigma) - np.exp(apart) - np.exp(swapped), 0.0, 1.0)
-
-        return (_reflected(highest, divergence),)
-
-    def _loss(self, x: float, sigma: float) -> float:
-        q = self.rate
-        up, down = (math.log(q) + (2 * side * x - 1) / (2 * sigma**2) for side in (1, -1))
-        return float(np.logaddexp(math.log1p(-q), up) - np.logaddexp(math.log1p(-q), down))
+        return (_replaced_curve(self.rate, sigma, _KEPT),)
 
     def log_second_moment(self, sigma: float) -> float:
         # Against (1-q) N(0) + q N(-1), whose density is at least (1-q) N(0); or as if never sampled.
@@ -166,7 +149,9 @@ class Truncated:
             if full == 0:
                 mixed = usual
             else:
-                (crowded,) = PoissonReplaced(inside).curves(sigma / 2)
+                # A rare case needs less far a look for as little to be lost.
+                kept = max(1.0, -float(special.ndtri(min(0.5, 0.5 * math.exp(-50) / full))))
+                crowded = _replaced_curve(inside, sigma / 2, kept)
                 mixed = tuple(_blended(full, crowded, curve) for curve in usual)
             worst = tuple(map(_larger, worst, mixed)) if worst else mixed
         return worst
@@ -279,6 +264,25 @@ def _poisson_curves(sigma: float, q: float) -> tuple[Curve, ...]:
         Curve(lowest, highest, lambda epsilons: poisson_divergence(epsilons, sigma, q, remove=True)),
         Curve(-highest, -lowest, lambda epsilons: poisson_divergence(epsilons, sigma, q, remove=False)),
     )
+
+
+def _replaced_curve(q: float, sigma: float, kept: float) -> Curve:
+    """`kept` deviations of the noise are looked at; what lies beyond counts as lost."""
+    x = kept * sigma + 1
+    up, down = (math.log(q) + (2 * side * x - 1) / (2 * sigma**2) for side in (1, -1))
+    highest = float(np.logaddexp(math.log1p(-q), up) - np.logaddexp(math.log1p(-q), down))
+
+    def divergence(epsilons: Array) -> Array:
+        # Where log(P/Q) is epsilon: x = sigma^2 (epsilon/2 + asinh(sinh(epsilon/2) (1-q)/q exp(1/(2 sigma^2)))).
+        log_slope = math.log1p(-q) - math.log(q) + 1 / (2 * sigma**2)
+        with np.errstate(divide="ignore"):
+            log_less_one = epsilons + np.log(-np.expm1(-epsilons))  # log(exp(epsilon) - 1)
+        x = sigma**2 * (epsilons / 2 + _asinh_exp(log_slope + log_less_one - epsilons / 2 - math.log(2)))
+        apart = math.log1p(-q) + log_less_one + special.log_ndtr(-x / sigma)
+        swapped = math.log(q) + epsilons + special.log_ndtr((-1 - x) / sigma)
+        return np.clip(q * special.ndtr((1 - x) / sigma) - np.exp(apart) - np.exp(swapped), 0.0, 1.0)
+
+    return _reflected(highest, divergence)
 
 
 def poisson_divergence(epsilons: Array, sigma: float, q: float, *, remove: bool) -> Array:

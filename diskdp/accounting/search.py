@@ -50,17 +50,19 @@ def smallest_noise(exact: Callable[[float], float], rough: Callable[[float], flo
 def largest_count(
     exact: Callable[[int], float],
     rough: Callable[[int], float],
+    start: int,
     low: int,
     high: int,
     tolerance: float = COUNT_TOLERANCE,
 ) -> int | None:
     """The largest count in [low, high] with exact(count) <= 0, both functions rising; None if there is none.
 
+    `rough` is cheap, and looked at from `start` on.
     Exact up to 1 / tolerance, and at most that fraction low beyond. What is returned has itself been evaluated.
     """
     fits, fails = low - 1, high + 1
     values: dict[int, float] = {}
-    guess = _crossing(rough, low, high)
+    guess = _crossing(rough, start, low, high)
     while fails - fits > max(1, int(tolerance * fits)):
         guess = min(max(guess, fits + 1), fails - 1)
         values[guess] = exact(guess)
@@ -79,13 +81,26 @@ def largest_count(
     return fits if fits >= low else None
 
 
-def _crossing(rising: Callable[[int], float], low: int, high: int) -> int:
-    """Where `rising` crosses zero, by halving in logarithms."""
-    if rising(high) <= 0:
-        return high
-    while high - low > max(1, low // 1000):
-        middle = min(max(round(math.sqrt(low * high)), low + 1), high - 1)
-        low, high = (middle, high) if rising(middle) <= 0 else (low, middle)
+def _crossing(rising: Callable[[int], float], start: int, low: int, high: int) -> int:
+    """Where `rising` crosses zero, roughly, found outwards from `start`."""
+    below, above, factor = start, start, 1.1
+    while rising(below) > 0 and below > low:
+        below, above, factor = max(low, int(below / factor)), below, factor**1.5
+    while rising(above) <= 0 and above < high:
+        below, above, factor = above, min(high, math.ceil(above * factor)), factor**1.5
+    while above - below > max(1, below // 1000):
+        share = rising(below) / (rising(below) - rising(above)) if rising(below) < 0 < rising(above) else 0.5
+        share = min(max(share, 0.1), 0.9)
+        middle = min(max(round(below ** (1 - share) * above**share), below + 1), above - 1)
+        below, above = (middle, above) if rising(middle) <= 0 else (below, middle)
+    return below if rising(above) > 0 else above
+
+
+def largest_within(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """The largest count in [low, high] that fits, if smaller ones do; `low` if none does."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 

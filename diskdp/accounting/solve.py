@@ -11,7 +11,7 @@ from functools import cache, lru_cache
 
 from diskdp.accounting import gaussian, pld, renyi
 from diskdp.accounting.releases import Gaussian, Release
-from diskdp.accounting.search import largest_count, smallest_noise
+from diskdp.accounting.search import largest_count, largest_within, smallest_noise
 from diskdp.errors import PlanError
 
 Parts = tuple[tuple[Release, float, int], ...]
@@ -96,6 +96,14 @@ def largest(
     Assumes that more spends more. None if not even `low` fits.
     """
     check_budget(epsilon, delta)
+    squared_mu = gaussian.largest_mu(epsilon, math.log(delta)) ** 2
+
+    def in_the_limit(count: int) -> bool:
+        """By the central limit, which asks for slightly too little noise."""
+        parts = ((times, step.log_second_moment(sigma)) for step, sigma, times in parts_of(count))
+        return sum(times * math.expm1(min(moment, 700.0)) for times, moment in parts) <= squared_mu
+
+    start = largest_within(in_the_limit, low, high)
 
     def exact(count: int) -> float:
         parts = merged(parts_of(count))
@@ -108,7 +116,7 @@ def largest(
         grid = max(pld.loss_range(step, sigma) for step, sigma, _ in parts) / _STEERING_POINTS
         return _deviate(math.log(delta)) - _deviate(_log_delta(parts, epsilon, accountant, grid))
 
-    return largest_count(exact, rough, low, high)
+    return largest_count(exact, rough, start, low, high)
 
 
 def check_budget(epsilon: float, delta: float) -> None:
