@@ -195,8 +195,8 @@ class PrivateTraining:
         self._check_account()
         if self.plan.examples_per_unit > 1 and units is None:
             warnings.warn(
-                f"examples_per_unit={self.plan.examples_per_unit} is taken on trust: pass units= (each record's unit) to "
-                "have it checked that none has more",
+                f"examples_per_unit={self.plan.examples_per_unit} is taken on trust: pass units= (each record's unit) "
+                "to have it checked that none has more",
                 UncheckedUnitsWarning,
                 stacklevel=2,
             )
