@@ -38,6 +38,11 @@ _ACCOUNTANTS = {
     "pld": "privacy loss distributions (exact Gaussian at q = 1)",
     "rdp": "Rényi differential privacy",
 }
+_NOISE = {
+    "gaussian": "Gaussian",
+    "secure": "Gaussian, keyed by the sum it is added to",
+    "discrete": "Gaussian, rounded to a public grid as the sums are; what rounding adds to S is allowed for",
+}
 NOT_ACCOUNTED = (
     "hyper-parameter search: every other run on the same data, and the choice among them",
     "local diagnostics: losses, clipped fractions, gradient norms and batch sizes carry no noise",
@@ -196,13 +201,14 @@ def _markdown(card: PrivacyCard) -> str:
         ("B, expected batch size", str(card.batch_size)),
         ("q = B/N", f"{card.sample_rate:.6g}"),
         ("steps", f"{card.steps_charged} charged, {card.steps_planned} planned"),
-        ("noise", f"{card.noise}, standard deviation σS on the sum; from {card.noise_source}"),
+        ("noise", f"{_NOISE[card.noise]}, standard deviation σS on the sum; from {card.noise_source}"),
         ("σ, noise multiplier", f"{card.noise_multiplier:.6g}"),
         ("clipping", card.clipping),
         ("C, clipping norm", _number(card.max_grad_norm)),
         (
             "S, sensitivity",
-            f"{_number(card.sensitivity)} (the filter's clip mode multiplies it by {card.filter_factor:g})",
+            f"{_number(card.sensitivity)} (the filter's clip mode multiplies it by {card.filter_factor:g})"
+            + ("; a replaced record moves a sum by up to 2S" if card.adjacency.startswith("replace-one") else ""),
         ),
         ("filter", f"{card.filter}: works on noised gradients, at no privacy cost"),
     )
