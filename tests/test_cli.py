@@ -587,6 +587,8 @@ def test_plan_explored(by: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_plan_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", *SMALL, "--noise-multiplier", "0", "--explore", "steps"]) == 2
+    assert "nothing to explore, epsilon is infinite" in capsys.readouterr().err
     setting = ["plan", "--dataset-size", "100", "--batch-size", "10", "--steps", "3", "--delta", "1e-3"]
     assert run([*setting, "--epsilon", "inf", "--json"]) == 0
     printed = capsys.readouterr()
@@ -602,7 +604,6 @@ def test_plan_without_privacy(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", *SMALL], "exactly one of epsilon"),
         (["plan", *SMALL, "--epsilon", "1", "--noise-multiplier", "1"], "nothing is left to solve for"),
         (["plan", *SMALL, "--epsilon", "1", "--explore", "delta"], "--explore delta: must be steps or batch"),
-        (["plan", *SMALL, "--noise-multiplier", "0", "--explore", "steps"], "nothing to explore"),
         (["plan", *SMALL, "--epsilon", "1", "--max-batch-size", "9"], "max_batch_size=9 has no meaning"),
         (["explain", "cnn5"], "give --input-shape"),
         (["explain", "cnn5", "--input-shape", "3,x", "--classes", "2"], "--input-shape '3,x'"),
