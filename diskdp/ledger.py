@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any, ClassVar
 
 from diskdp.errors import BudgetExhausted, CheckpointError, PlanError
+from diskdp.plan import Plan
 
 try:
     import fcntl
@@ -36,12 +37,14 @@ class Release:
     """One noised sum that was, or may have been, seen.
 
     ``sample`` tells who was in the batch apart from other draws (without telling who), ``digest`` one noised sum from
-    another. What is not known is empty, and then counts as a sample of its own.
+    another, ``epoch`` the batches of one order of the records, of which each record is in one. What is not known is
+    empty, and then counts as a draw of its own.
     """
 
     step: int
     sample: str = ""
     digest: str = ""
+    epoch: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,23 @@ class Account:
 
 
 class Releases:
-    """The releases of one run: how often which sample was released."""
+    """The releases of one run: how often which draw was released."""
 
     def __init__(self) -> None:
         self._digests: dict[str, set[str]] = {}  # of each known sample
+        self._epochs: dict[str, int] = {}  # how often the sample was released that was released most often
         self._counts: Counter[int] = Counter()
+        self.total = 0
 
     def add(self, release: Release) -> None:
+        if self.has(release):
+            return
         self._counts = self.counts_with(release)
+        self.total += 1
         if release.sample and release.digest:
             self._digests.setdefault(release.sample, set()).add(release.digest)
+        if release.epoch:
+            self._epochs[release.epoch] = max(self._epochs.get(release.epoch, 0), self._times(release.sample), 1)
 
     def has(self, release: Release) -> bool:
         return bool(release.digest) and release.digest in self._digests.get(release.sample, ())
@@ -71,25 +81,28 @@ class Releases:
         return sample in self._digests
 
     @property
-    def total(self) -> int:
-        return sum(times * samples for times, samples in self._counts.items())
-
-    @property
     def counts(self) -> Mapping[int, int]:
-        """{r: number of samples that were released r times}.
+        """{r: number of draws that were released r times}; a draw is a sample, or all samples of one order of records.
 
-        Releases of one sample are not independent events: jointly they are one sampled event with √r less noise.
+        Releases of one sample are not independent events: jointly they are one sampled event with √r less noise. Of
+        one order a record is in one sample, at worst in the one that was released most often.
         """
         return Counter(self._counts)
 
     def counts_with(self, release: Release) -> Counter[int]:
-        """A new release of a known sample moves the sample up by one; any other is a sample of its own."""
+        """What `counts` would be with it."""
         counts = Counter(self._counts)
-        if not self.has(release):
-            known = len(self._digests.get(release.sample, ())) if release.digest else 0
-            counts.subtract({known: 1} if known else {})
-            counts[known + 1] += 1
+        if self.has(release):
+            return counts
+        times = self._times(release.sample) if release.digest else 0
+        before = self._epochs.get(release.epoch, 0) if release.epoch else times
+        after = max(before, times + 1)
+        counts.subtract({before: 1} if before else {})
+        counts[after] += 1
         return +counts
+
+    def _times(self, sample: str) -> int:
+        return len(self._digests.get(sample, ())) if sample else 0
 
 
 class Ledger:
@@ -138,8 +151,12 @@ class Ledger:
 
     @property
     def releases(self) -> Mapping[int, int]:
-        """{r: number of samples that were released r times}."""
+        """{r: number of draws that were released r times}: samples, or orders of the records (`Releases.counts`)."""
         return self._own_releases.counts
+
+    def releases_with(self, release: Release) -> Mapping[int, int]:
+        """What `releases` would be with one more."""
+        return self._own_releases.counts_with(release)
 
     def go_on_as(self, run: str) -> None:
         """This is the run of that name, if the ledger has it; else it keeps a name of its own."""
@@ -172,15 +189,26 @@ class Ledger:
             own = self._own_releases
             if own.has(release):
                 return False
+            if release.sample and any(run != self.run and o.knows(release.sample) for run, o in self._runs.items()):
+                raise CheckpointError(
+                    f"{self.path}: another run of this account drew the batch of step {release.step} too: it had the "
+                    "same key, and both together would spend more than either. Begin the run anew, without its key"
+                )
             if not allowed(own.counts_with(release)):
                 raise BudgetExhausted("the budget has no room for one more release, by this training or another")
             self._append(file, [release])
         return True
 
-    def at_least(self, count: int) -> None:
-        """A restored state says that ``count`` releases were charged: never count fewer, here or on disk."""
+    def at_least(self, count: int, epochs: int = 0) -> None:
+        """A restored state says that ``count`` releases were charged: never count fewer, here or on disk.
+
+        ``epochs``: of so many orders of the records, if batches are cut from orders.
+        """
         with self._opened() as file:
-            self._append(file, [Release(step) for step in range(self.spent, count)])
+            missing = range(self.spent, count)
+            known = sum(self.releases.values())
+            names = [f"restored {number}" for number in range(max(1, epochs - known))] if epochs else [""]
+            self._append(file, [Release(step, epoch=names[step % len(names)]) for step in missing])
 
     @property
     def _own_releases(self) -> Releases:
@@ -299,6 +327,18 @@ def read_account(path: Path) -> tuple[Account | None, list[tuple[str, Mapping[in
     return contents.account, [(contents.plans.get(run, run), own.counts) for run, own in contents.runs.items()]
 
 
+def samples(plan: Plan, draws: Mapping[int, int]) -> dict[int, int]:
+    """Draws as `Plan.epsilon_of` counts them: shuffled, a draw is an order of the records, with all of its batches.
+
+    >>> plan = Plan(dataset_size=10, batch_size=4, epochs=2, noise_multiplier=2.0, delta=1e-3, sampling="shuffled",
+    ...             adjacency="zero-out")
+    >>> samples(plan, {1: 2})
+    {1: 6}
+    """
+    each = plan.steps_per_epoch if plan.sampling == "shuffled" else 1
+    return {times: each * count for times, count in draws.items()}
+
+
 class _Lock:
     """One process a ledger: a POSIX lock, which ends with its process and is not inherited, on a file beside it."""
 
@@ -308,7 +348,8 @@ class _Lock:
     def take(cls, path: Path) -> None:
         if fcntl is None:
             return
-        key = str(path.resolve())
+        path = path.resolve()  # whatever name it is reached by
+        key = str(path)
         descriptor, process, holders = cls._held.get(key, (-1, 0, 0))
         if process != os.getpid():
             place = path.with_name(f".{path.name}.lock")
@@ -347,7 +388,8 @@ class _Contents:
 
 
 def _release_body(run: str, release: Release) -> dict[str, Any]:
-    return {"run": run, "step": release.step, "sample": release.sample, "release": release.digest}
+    body = {"run": run, "step": release.step, "sample": release.sample, "release": release.digest}
+    return {**body, "epoch": release.epoch} if release.epoch else body
 
 
 def _line(body: Mapping[str, Any], chain: str) -> tuple[str, bytes]:
@@ -366,7 +408,7 @@ def _parsed(text: bytes, path: Path, run: str | None) -> _Contents:
     plans: dict[str, str] = {}
     runs: dict[str, Releases] = {}
     chains: list[str] = []
-    latest = run or ""
+    latest = "" if run is None else run
     for number, line in enumerate(text.split(b"\n"), 1):
         if not line:
             continue
@@ -374,7 +416,8 @@ def _parsed(text: bytes, path: Path, run: str | None) -> _Contents:
         if body is None:
             if not _cut_short(line):
                 raise CheckpointError(f"{path}: line {number} is damaged; restore it from a copy")
-            runs.setdefault(latest, Releases()).add(Release(-1))
+            if account is None or latest in plans:  # a run's plan is there, whole, before its first release
+                runs.setdefault(latest, Releases()).add(Release(-1))
             continue
         chain, whole = _line(body, chains[-1] if chains else _CHAIN_START)
         if whole != line + b"\n":
@@ -386,16 +429,19 @@ def _parsed(text: bytes, path: Path, run: str | None) -> _Contents:
             account = Account(**body["account"])
         elif "plan" in body:
             plans[body["run"]] = body["plan"]
+            latest = body["run"]
         else:
             latest = body["run"]
             if account is None and run is not None and latest != run:
                 raise CheckpointError(f"{path}: line {number} belongs to another plan; use a new run folder")
-            runs.setdefault(latest, Releases()).add(Release(body["step"], body["sample"], body["release"]))
+            release = Release(body["step"], body["sample"], body["release"], body.get("epoch", ""))
+            runs.setdefault(latest, Releases()).add(release)
         chains.append(chain)
     return _Contents(account, plans, runs, chains)
 
 
-_KINDS = ({"account"}, {"run", "plan"}, {"run", "step", "sample", "release"})
+_RELEASE = {"run", "step", "sample", "release"}
+_KINDS = ({"account"}, {"run", "plan"}, _RELEASE, {*_RELEASE, "epoch"})
 
 
 def _body(line: bytes) -> dict[str, Any] | None:

@@ -9,7 +9,6 @@ import inspect
 import math
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +51,7 @@ from diskdp.gradients import (
     clip_in_float64,
     refuse_modules,
 )
-from diskdp.ledger import Ledger, Release
+from diskdp.ledger import Ledger, Release, samples
 from diskdp.memory import (
     FRACTIONS,
     Fit,
@@ -68,6 +67,7 @@ from diskdp.noise import KEYED_BY_SUM, DiscreteNoise, GaussianNoise, Grid, Secre
 from diskdp.plan import Plan
 from diskdp.sampling import LogicalBatch, PrivateLoader, Units, sampler_for
 
+_STATE_FORMAT = "diskdp-training/1"
 _CHECKED_EXAMPLES = 8
 _MEASUREMENTS = 4  # of memory at one size, at most
 
@@ -143,7 +143,9 @@ class PrivateTraining:
         self._left: Tensor | None = None  # some of the weights, as the last step left them
         self._still = _Still(self._parameters if plan.noise_multiplier else {})  # noise moves every weight
         self._together = ("", math.inf)  # what was asked of the account last, and ε
+        self.units_checked = False  # whether loader() was told each record's unit
         self._process = os.getpid()
+        self._compromised = False
         self._seeded = self._secret.reproducible  # also if only an earlier part of the training was
 
     @property
@@ -159,7 +161,7 @@ class PrivateTraining:
     @property
     def epsilon(self) -> float:
         """ε spent so far at the plan's δ, by the plan's accountant, repeated steps included."""
-        return self.plan.epsilon_of(self._ledger.releases)
+        return self.plan.epsilon_of(samples(self.plan, self._ledger.releases))
 
     @property
     def reproducible(self) -> bool:
@@ -192,6 +194,8 @@ class PrivateTraining:
         (micro)batch has that the model's per-example gradients can be established: structural faults are found here,
         before any training. With ``microbatch_size="auto"`` it then measures, on the first examples, how many fit.
         """
+        if self._compromised:
+            self._renew_secret()
         self._check_account()
         if self.plan.examples_per_unit > 1 and units is None:
             warnings.warn(
@@ -212,6 +216,7 @@ class PrivateTraining:
             units=units,
             examples_per_unit=self.plan.examples_per_unit,
         )
+        self.units_checked = units is not None
         random = RandomState.capture()
         count = min(self.plan.dataset_size, self.microbatch_size or _CHECKED_EXAMPLES, _CHECKED_EXAMPLES)
         while not self._checked(loader, count) and count > 1:
@@ -259,13 +264,16 @@ class PrivateTraining:
             noised = self._summed_onto_noise(batch, seen, self._noise)
         else:
             noised = self._summed_then_noised(batch, seen, self._noise)
+        self._compromised = True  # until all is done, this step's sample and noise may be seen without its weights
         try:
             gradients = noised()
-            self._charge(step, gradients)  # on disk before anything is computed from them that can be seen
+            # on disk before anything is computed from them that can be seen
+            self._ledger.record(self._release(step, gradients), self._affordable)
             _check_finite(gradients, self._parameters)
             self._update(gradients)
             self._left = _some_of(self._parameters)
             self._step += 1
+            self._compromised = False
         except BaseException:
             self._renew_secret()  # this step's sample and noise may have been seen: never use them again
             raise
@@ -282,26 +290,28 @@ class PrivateTraining:
                 stacklevel=3,
             )
 
-    def _charge(self, step: int, gradients: list[Tensor]) -> None:
-        """Enter the noised result in the ledger, unless it is there: then this step was run before and came out equal.
-
-        What stands for sample and result there are keyed hashes: they tell one from another, and nothing else.
-        """
-        if self._ledger.path is None:
-            self._ledger.record(Release(step), self._affordable)
-            return
-        sample = self._secret.derive("sample of a step", step)[:16].hex()
-        digest = bound_key(self._secret, "result", step, (), dict(zip(self._parameters, gradients)))[:16].hex()
-        self._ledger.record(Release(step, sample, digest), self._affordable)
+    def _release(self, step: int, gradients: list[Tensor] | None = None) -> Release:
+        """What stands for a step in the ledger: keyed hashes, which tell one from another and nothing else."""
+        digest = ""
+        if gradients is not None:
+            named = dict(zip(self._parameters, gradients))
+            digest = bound_key(self._secret, "result", step, (), named)[:16].hex()
+        epoch = ""
+        if self.plan.sampling == "shuffled":
+            epoch = self._secret.derive("order of an epoch", step // self.plan.steps_per_epoch)[:16].hex()
+        return Release(step, self._secret.derive("sample of a step", step)[:16].hex(), digest, epoch)
 
     def _affordable(self, releases: Mapping[int, int]) -> bool:
-        """Whether these releases, {times: samples}, are no more than the plan pays for."""
+        """Whether these releases, {times: draws}, are no more than the plan pays for."""
         whole = {1: self.plan.steps}
-        if releases.keys() <= {1}:
-            return releases.get(1, 0) <= self.plan.steps and self._account_pays(whole)
+        spent = samples(self.plan, releases)
         if not self.plan.is_private:
-            return sum(times * samples for times, samples in releases.items()) <= self.plan.steps
-        return self.plan.epsilon_of(releases) <= self.plan.epsilon_of(whole) and self._account_pays(releases)
+            return sum(times * count for times, count in spent.items()) <= self.plan.steps
+        if self.plan.sampling == "shuffled" or not spent.keys() <= {1}:
+            enough = self.plan.epsilon_of(spent) <= self.plan.epsilon_of(whole)
+        else:
+            enough = spent.get(1, 0) <= self.plan.steps
+        return enough and self._account_pays(whole if spent.keys() <= {1} else spent)
 
     def _check_account(self) -> None:
         account = self._ledger.account
@@ -324,8 +334,8 @@ class PrivateTraining:
         assert account is not None
         key = repr((others, sorted(releases.items())))
         if self._together[0] != key:
-            plans = [(Plan.from_json(text), dict(counts)) for text, counts in others] + [(self.plan, dict(releases))]
-            runs = [(plan.mechanism, plan.noise_multiplier, counts) for plan, counts in plans]
+            plans = [(plan, samples(plan, own)) for plan, own in ((Plan.from_json(text), own) for text, own in others)]
+            runs = [(plan.mechanism, plan.noise_multiplier, own) for plan, own in [*plans, (self.plan, releases)]]
             self._together = key, composed_epsilon(runs, account.delta)
         return self._together[1]
 
@@ -334,14 +344,12 @@ class PrivateTraining:
         """ε of all runs on the data set so far, if the ledger is an account (`diskdp.ledger.open_account`)."""
         if self._ledger.account is None:
             return self.epsilon
-        return self._spent_together(self._ledger.releases)
+        return self._spent_together(samples(self.plan, self._ledger.releases))
 
     def _may_go_on(self) -> bool:
         """Whether the step that is due is one that was charged already, or one that the plan still pays for."""
-        sample = self._secret.derive("sample of a step", self._step)[:16].hex()
-        once_more = Counter(self._ledger.releases)
-        once_more[1] += 1
-        return self._ledger.knows(sample) or self._affordable(once_more)
+        release = self._release(self._step)
+        return self._ledger.knows(release.sample) or self._affordable(self._ledger.releases_with(release))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a later `load_state_dict` needs: the state of model, optimizer, scheduler and filter, and
@@ -356,7 +364,9 @@ class PrivateTraining:
             "filter": repr(self.filter),
             "optimizer_class": type(self.optimizer).__qualname__,
             "step": self._step,
+            "format": _STATE_FORMAT,
             "spent": self._ledger.spent,
+            "epochs": sum(self._ledger.releases.values()) if self.plan.sampling == "shuffled" else 0,
             "ledger": self._ledger.head,
             "run": self._ledger.run,
             "secret": self._secret_name,
@@ -376,6 +386,11 @@ class PrivateTraining:
         With a kept key (or a seed) a step that is run again comes out the same, bit for bit, and costs nothing. Without
         one, sampling and noise go on from a new secret: a repeated step is a new event, and is charged.
         """
+        if state.get("format") != _STATE_FORMAT:
+            raise CheckpointError(
+                f"the checkpoint is of format {state.get('format')!r}, and this version goes on from "
+                f"{_STATE_FORMAT!r}; resume with the version that made it"
+            )
         for key, own in (
             ("plan", self.plan.fingerprint),
             ("filter", repr(self.filter)),
@@ -406,7 +421,7 @@ class PrivateTraining:
             )
         _check_fits(self.model, state["model"])
         self._ledger.go_on_as(state["run"])
-        self._ledger.at_least(int(state["spent"]))
+        self._ledger.at_least(int(state["spent"]), int(state["epochs"]))
         self._seeded = self._seeded or bool(state["seeded"])
         self.model.load_state_dict(state["model"])
         try:
@@ -425,7 +440,6 @@ class PrivateTraining:
         self._left = None
         self._renew_secret()
         if self._kept and state["secret"] != self._secret_name:
-            self._pad_epoch()
             warnings.warn(
                 f"the checkpoint was made under another key than this run's, so steps after step {self._step} are "
                 "drawn anew and charged again; resume with the run's own key if it was lost by mistake",
@@ -457,24 +471,19 @@ class PrivateTraining:
         """
         self._loader = None
         self._process = os.getpid()
-        if not self._secret.reproducible and not self._kept:
-            self._secret = Secret.from_os()
-            self._pad_epoch()
-        self._noise = noise_source(self.plan.noise, self._secret)  # a thread of its own does not survive a fork
+        keep = self._secret.reproducible or self._kept
+        secret = self._secret if keep else Secret.from_os()
+        # the source too: a thread of its own does not survive a fork
+        self._secret, self._noise = secret, noise_source(self.plan.noise, secret)
+        self._compromised = False
 
     @property
     def _secret_name(self) -> str:
         """Tells one secret from another, and nothing else about it."""
         return self._secret.derive("name of the secret")[:8].hex()
 
-    def _pad_epoch(self) -> None:
-        """New permutations in the middle of an epoch may bring every record once more: both parts count as epochs."""
-        if self.plan.sampling == "shuffled":
-            spent, epoch = self._ledger.spent, self.plan.steps_per_epoch
-            self._ledger.at_least(spent + -spent % epoch + self._step % epoch)
-
     def _accept(self, batch: LogicalBatch) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self._process or self._compromised:
             self._renew_secret()  # after a fork two processes would share it
         current = None if self._loader is None else self._loader.loader_id
         if not isinstance(batch, LogicalBatch) or batch.loader_id != current:

@@ -127,7 +127,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
         cut = _fresh(folder / f"run{run}", whole)
         shown: set[int] = set()
         while not (cut / "weights").exists():
-            killed, status, seen = killed_once(cut, draw.uniform(0.2, 1.0) * duration)
+            killed, status, seen = killed_once(cut, draw.uniform(0.02, 1.0) * duration)
             shown |= seen
             done += killed
             places.add(len(shown))

@@ -833,3 +833,53 @@ def test_runs_of_one_account(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert "together: ε =" in capsys.readouterr().out
     for wrong in (folder / "out/private/ledger.jsonl", folder / "none", folder, folder / "one"):
         assert run(["ledger", str(wrong)]) == 2
+
+
+def test_a_copy_of_shuffled_epochs_counts_both_orders(folder: Path) -> None:
+    """Copied in the middle of an epoch: under its own key each record may come once more in it."""
+    edit(folder, 'name = "linear"', 'name = "cli_test_models:interrupting"\noptions = { at = 45 }')
+    edit(folder, 'unit = "person"', 'unit = "person"\nsampling = "shuffled"\nadjacency = "zero-out"')
+    assert train(folder) == 130
+    done = (folder / "out/private/ledger.jsonl").read_bytes().count(b"\n")
+    assert done % 4
+    model = (folder / "cli_test_models.py").read_text()
+    (folder / "cli_test_models.py").write_text(model.replace("calls == self.at", "calls == -1"))
+    del sys.modules["cli_test_models"]
+    assert run(["copy", str(folder / "out"), str(folder / "twin")]) == 0
+    for out, epochs in (("out", 3), ("twin", 3)):
+        assert train(folder, "--out", str(folder / out), "--resume") == 0
+        plan = Plan(dataset_size=80, batch_size=80, steps=epochs, noise_multiplier=1.0, delta=1e-3)
+        assert card(folder, out)["epsilon"] == pytest.approx(plan.epsilon, rel=1e-6)
+    assert card(folder, "twin")["steps_charged"] < 12 == card(folder)["steps_charged"]  # it ended an epoch early
+
+
+def test_a_run_of_an_account_that_lost_its_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would draw the same batches under its old key, and its releases of them would count as independent ones."""
+    account = folder / "data.jsonl"
+    assert run(["ledger", "--new", str(account), "--epsilon", "9", "--delta", "1e-3"]) == 0
+    assert train(folder, "--set", f"run.ledger={account}") == 0
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors"):
+        (folder / "out/private" / name).unlink()
+    before = account.read_bytes()
+    capsys.readouterr()
+    assert train(folder, "--set", f"run.ledger={account}", "--resume") == 2
+    assert "had the same key" in one_error(capsys)
+    assert account.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"plan": 3, "run": {}}', '{"plan": {}'])
+def test_a_damaged_configuration(text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(folder) == 0
+    (folder / "out/private/config.json").write_text(text)
+    capsys.readouterr()
+    for command in (["ledger", str(folder / "out")], ["copy", str(folder / "out"), str(folder / "new")]):
+        assert run(command) == 2
+        assert "config.json: damaged" in one_error(capsys)
+    assert train(folder, "--resume") == 2
+    assert "config.json: damaged" in one_error(capsys)
+    assert not (folder / "new").exists()
+
+
+def test_an_empty_folder_is_as_good_as_none(folder: Path) -> None:
+    (folder / "out").mkdir()
+    assert train(folder) == 0

@@ -335,3 +335,57 @@ def test_an_interrupted_write_is_read_again(where: str, path: Path, monkeypatch:
     assert ledger.spent == (5 if where == "after" else 4)
     assert ledger.record(Release(4, "sample 4", "sum 4"), anything) == (where == "before")
     assert ledger.spent == Ledger(path, "abc").spent == 5
+
+
+def test_orders_of_the_records_count_by_their_most_released_batch(path: Path) -> None:
+    """A record is in one batch of an order: two orders of three batches are two draws, however many were released."""
+    ledger = Ledger(path, "abc")
+    for order in ("a", "b"):
+        for step in range(3):
+            ledger.record(Release(step, f"{order}{step}", "x", order), anything)
+    assert dict(ledger.releases) == {1: 2}
+    assert ledger.spent == 6
+    ledger.record(Release(1, "b1", "y", "b"), anything)  # this batch came out otherwise when it was run again
+    assert dict(ledger.releases) == dict(Ledger(path, "abc").releases) == {1: 1, 2: 1}
+    ledger.record(Release(2, "b2", "y", "b"), anything)  # whoever was in that one was not in this one
+    assert dict(ledger.releases) == {1: 1, 2: 1}
+    ledger.at_least(11, epochs=4)
+    assert ledger.spent == 11
+    assert dict(ledger.releases) == {1: 3, 2: 1}
+
+
+def test_a_key_may_serve_one_run_of_an_account(path: Path) -> None:
+    open_account(path, Account(2.0, 1e-5))
+    Ledger(path, "abc", "plan a").record(Release(0, "a batch", "x"), anything)
+    again = Ledger(path, "abc", "plan a")
+    with pytest.raises(CheckpointError, match="same key"):
+        again.record(Release(0, "a batch", "y"), anything)
+    assert again.spent == 0
+    assert again.record(Release(0, "another batch", "y"), anything)
+
+
+@pytest.mark.parametrize("plan_line", ["", '{"run": "12", "pl', '{"run"'])
+def test_an_account_whose_first_entry_was_cut_short(plan_line: str, path: Path) -> None:
+    """Nothing had been released: the account goes on."""
+    open_account(path, Account(2.0, 1e-5))
+    with path.open("a") as file:
+        file.write(plan_line)
+    ledger = Ledger(path, "abc", "plan a")
+    assert ledger.others == []
+    assert ledger.record(Release(0, "a batch", "x"), anything)
+    assert read_account(path)[1] == [("plan a", {1: 1})]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks there")
+def test_a_link_to_a_ledger_is_the_same_ledger(path: Path) -> None:
+    filled(path)
+    (path.parent / "elsewhere").mkdir()
+    link = path.parent / "elsewhere" / "ledger.jsonl"
+    link.symlink_to(path)
+    process = holder(path)
+    try:
+        with pytest.raises(CheckpointError, match="another process is writing"):
+            Ledger(link, "abc")
+    finally:
+        process.kill()
+        process.communicate()

@@ -594,3 +594,12 @@ def test_the_chance_of_a_truncated_batch_against_its_definition() -> None:
     chances = stats.binom.pmf(k, others, rate)
     assert full == pytest.approx(chances.sum())
     assert inside == pytest.approx((chances * rate * cap / (k + 1)).sum() / chances.sum())
+
+
+def test_a_cap_of_all_records_still_displaces_one_more() -> None:
+    """Full batches cut to N records: with one more record, one of the others is left out in its place."""
+    capped = Mechanism("truncated-poisson", "add-remove", dataset_size=100, batch_size=100, max_batch_size=100)
+    replaced = Mechanism("poisson", "replace-one", dataset_size=100, batch_size=100)
+    assert capped.epsilon(2.0, 3, 1e-5) == replaced.epsilon(2.0, 3, 1e-5)
+    roomy = Mechanism("truncated-poisson", "add-remove", dataset_size=100, batch_size=100, max_batch_size=101)
+    assert roomy.epsilon(2.0, 3, 1e-5) == replaced.epsilon(4.0, 3, 1e-5)

@@ -307,7 +307,7 @@ def _state(path: Path) -> Any:
 # --- shuffled epochs under a new secret -------------------------------------------------------------------------------
 
 
-def test_a_new_permutation_within_an_epoch_counts_as_an_epoch_more() -> None:
+def shuffled(folder: Path | None = None, **settings: Any) -> PrivateTraining:
     torch.manual_seed(0)
     model = nn.Linear(6, 4)
     plan = Plan(
@@ -318,8 +318,18 @@ def test_a_new_permutation_within_an_epoch_counts_as_an_epoch_more() -> None:
         delta=1e-3,
         sampling="shuffled",
         adjacency="zero-out",
+        noise=settings.pop("noise", "gaussian"),
     )
-    private = privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=classify, filter=NoFilter())
+    if folder is not None:
+        settings["ledger_path"] = folder / "ledger.jsonl"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return privatize(model, optimizer, plan, loss_fn=classify, filter=NoFilter(), **settings)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_new_permutation_within_an_epoch_counts_as_an_epoch_more(kept: bool, tmp_path: Path) -> None:
+    private = shuffled(tmp_path if kept else None)
+    plan = private.plan
     some_steps(private, 6)  # one epoch and a half
     assert private.epsilon == plan.epsilon_after(8)
     private.load_state_dict(private.state_dict())
@@ -328,6 +338,68 @@ def test_a_new_permutation_within_an_epoch_counts_as_an_epoch_more() -> None:
     with pytest.raises(BudgetExhausted):
         some_steps(private, 9)
     assert private.epsilon <= plan.epsilon
+
+
+def test_a_state_without_a_ledger_keeps_its_epochs() -> None:
+    private = shuffled()
+    some_steps(private, 6)
+    other = shuffled()
+    other.load_state_dict(private.state_dict())
+    assert other.epsilon == other.plan.epsilon_after(8)
+    some_steps(other, 1)
+    assert other.epsilon == other.plan.epsilon_after(12)
+
+
+def test_shuffled_trainings_on_one_ledger_count_each_order(tmp_path: Path) -> None:
+    """A script that was cut off at step 6 and began anew, and two trainings that take turns."""
+    first, again = shuffled(tmp_path), shuffled(tmp_path)
+    some_steps(first, 6)
+    some_steps(again, 1)
+    assert again.epsilon == again.plan.epsilon_after(12)
+    assert again.steps_charged == 7
+    some_steps(first, 1)
+    assert first.epsilon == first.plan.epsilon_after(12)  # still in its second order
+
+
+def test_a_copied_key_and_a_new_one(tmp_path: Path) -> None:
+    """As `diskdp copy` in the middle of an epoch: under the new key every record may come once more in it."""
+    settings = {"noise": "secure", "key_path": tmp_path / "key"}
+    private = shuffled(tmp_path, **settings)
+    some_steps(private, 6)
+    state = private.state_dict()
+    (tmp_path / "key").unlink()
+    with pytest.warns(NewKeyWarning):
+        (copy := shuffled(tmp_path, **settings)).load_state_dict(state)
+    some_steps(copy, 2)
+    assert copy.epsilon == copy.plan.epsilon_after(12)
+
+
+class Interrupted(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("failing", ["optimizer", "ledger"])
+def test_a_step_that_fails_gives_up_its_secret_and_its_noise_together(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next loader draws another sample, and its noise comes from the same new secret."""
+
+    def interrupted(self: Ledger, file: object, text: bytes) -> int:
+        raise KeyboardInterrupt
+
+    private = training(tmp_path, "gaussian", optimizer=Interrupted if failing == "optimizer" else None)
+    if failing == "ledger":
+        monkeypatch.setattr(Ledger, "_written", interrupted)
+    used = []
+    for _ in range(3):
+        batch = next(iter(private.loader(data())))
+        used.append((private._secret.key, private._noise._secret.key))
+        with pytest.raises(KeyboardInterrupt):
+            private.step(batch)
+    assert all(sampling == noise for sampling, noise in used)
+    assert len({sampling for sampling, _ in used}) == 3
 
 
 # --- what may stop a run ----------------------------------------------------------------------------------------------

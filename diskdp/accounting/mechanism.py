@@ -119,7 +119,9 @@ batch_size records of N can be drawn only if N stays; use adjacency='replace-one
         if self.paper_accounting:
             return Poisson(rate) if rate < 1 else Gaussian(1.0)
         if self.sampling == "shuffled" or rate == 1:
-            return Gaussian(2.0 * size if replaced or self.sampling == "fixed-size" else 1.0 * size)
+            # one record more than a cap of N takes another's place
+            displaced = self.max_batch_size == self.dataset_size and self.adjacency == "add-remove"
+            return Gaussian(2.0 * size if replaced or displaced or self.sampling == "fixed-size" else 1.0 * size)
         if self.sampling == "fixed-size":
             return FixedSize(rate)
         if self.sampling == "truncated-poisson":

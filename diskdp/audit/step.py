@@ -69,10 +69,11 @@ def audit_step(
 ) -> StepAudit:
     """Audit what steps of ``privatize`` release, by ``draws`` draws of each of two worlds.
 
-    Without a ``plan``, a battery of five configurations: whole batches and microbatches, full and Poisson batches,
-    look-ahead with joint and with separate clipping, an epoch of 100 steps. With one, its first ``steps`` (by default
-    at most 3 of full batches, at most 100 of others) with ``filter`` (by default none), in whole batches and in three
-    microbatches unless ``microbatch_size`` says which. ``seed`` makes it repeatable, the training's noise included.
+    Without a ``plan``, a battery of six configurations: whole batches and microbatches, full and Poisson batches, each
+    kind of noise, look-ahead with joint and with separate clipping, an epoch of 100 steps. With one, its first
+    ``steps`` (by default at most 3 of full batches, at most 100 of others) with ``filter`` (by default none), in whole
+    batches and in three microbatches unless ``microbatch_size`` says which. ``draws`` are at least so many: trainings
+    come whole. ``seed`` makes it repeatable, the training's noise included.
 
     The audit passes if no lower bound exceeds the claim. An honest library passes with probability ``confidence``.
 
@@ -141,6 +142,15 @@ def _battery(filter: Filter | None, microbatch_size: int | Literal["both"] | Non
         max_grad_norm=0.4,
         noise="secure",
     )
+    grid = Plan(
+        dataset_size=600,
+        batch_size=600,
+        steps=2,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        max_grad_norm=1.3,
+        noise="discrete",
+    )
     epoch = Plan(dataset_size=8200, batch_size=82, steps=100, noise_multiplier=0.8, delta=1e-5, max_grad_norm=3.0)
 
     def made(name: str, plan: Plan, own: Filter, whole: bool) -> _Configuration:
@@ -152,6 +162,7 @@ def _battery(filter: Filter | None, microbatch_size: int | Literal["both"] | Non
         made("full batches, whole", full, plain, True),
         made("sampled, microbatches", sampled, plain, False),
         made("an epoch of 100 steps", epoch, plain, False),
+        made("on a grid, microbatches", grid, plain, False),
     ]
     if filter is None:
         chosen += [

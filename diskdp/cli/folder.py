@@ -74,18 +74,17 @@ class RunFolder:
         return self.private / "config.json"
 
     def refuse_existing(self) -> None:
-        """A run never writes into a folder that is there already."""
+        """A run never writes into a folder that has something in it."""
+        if self.root.is_dir() and not self.root.is_symlink() and not any(self.root.iterdir()):
+            return  # left by a run that was cut off before its first file
         if self.root.exists() or self.root.is_symlink():
             raise ConfigError(f"{self.root}: exists already, left as it is; choose another --out, or --resume that run")
 
     def create(self, config: Mapping[str, Any]) -> None:
         """Make the folder with the resolved configuration in it; its private half is for its owner alone."""
         self.root.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.root.mkdir()
-        except FileExistsError:
-            self.refuse_existing()
-            raise
+        self.refuse_existing()
+        self.root.mkdir(exist_ok=True)
         self.fill(config)
 
     def fill(self, config: Mapping[str, Any]) -> None:
@@ -108,7 +107,8 @@ class RunFolder:
     def begun(self, config: Mapping[str, Any]) -> bool:
         """For going on with a run: whether there is a checkpoint, of a run that is the same but for settings of speed.
 
-        A run that was cut off before its first checkpoint has released nothing, and begins anew.
+        A run that was cut off before its first checkpoint has released nothing, and begins anew. (In an account, whose
+        ledger is elsewhere, the ledger refuses batches that were drawn before.)
         """
         if not self.private.is_dir():
             raise CheckpointError(f"{self.root}: no run to resume; leave out --resume")
@@ -153,7 +153,7 @@ class RunFolder:
             for name in sorted(_COPIED):
                 if (self.private / name).exists():
                     shutil.copyfile(self.private / name, copy.private / name)
-            config = json.loads(copy.config.read_text(encoding="utf-8"))
+            config = self.read_config()
             config["run"]["out"] = str(root.resolve())
             copy._write_config(config)
         except BaseException:
@@ -161,11 +161,18 @@ class RunFolder:
             raise
         return copy
 
-    def _require_same(self, config: Mapping[str, Any]) -> None:
+    def read_config(self) -> dict[str, Any]:
+        """The resolved configuration of the run."""
         try:
-            before = json.loads(self.config.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            config = json.loads(self.config.read_text(encoding="utf-8"))
+            if not all(isinstance(config[section], dict) for section in ("plan", "run")):
+                raise ValueError("no configuration of a run")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.config}: damaged ({error}); restore it from a copy") from None
+        return dict(config)
+
+    def _require_same(self, config: Mapping[str, Any]) -> None:
+        before = self.read_config()
         for section in ("plan", "filter", "optimizer", "model", "data"):
             then, now = before.get(section), json.loads(json.dumps(config[section]))
             if then != now:

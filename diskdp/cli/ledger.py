@@ -15,7 +15,7 @@ from diskdp.accounting import composed_epsilon
 from diskdp.cli.console import print_table, say, table
 from diskdp.cli.folder import RunFolder
 from diskdp.errors import ConfigError
-from diskdp.ledger import Account, open_account, read_account
+from diskdp.ledger import Account, open_account, read_account, samples
 from diskdp.plan import Plan
 
 
@@ -26,8 +26,12 @@ class _Run:
     releases: Mapping[int, int]
 
     @property
+    def samples(self) -> Mapping[int, int]:
+        return samples(self.plan, self.releases)
+
+    @property
     def epsilon(self) -> float:
-        return self.plan.epsilon_of(self.releases)
+        return self.plan.epsilon_of(self.samples)
 
 
 def ledger(
@@ -54,7 +58,7 @@ def ledger(
     accounts = [account for account, _ in found if account is not None]
     if delta is None:
         delta = max([account.delta for account in accounts] or [run.plan.delta for run in runs])
-    together = composed_epsilon([(r.plan.mechanism, r.plan.noise_multiplier, r.releases) for r in runs], delta)
+    together = composed_epsilon([(r.plan.mechanism, r.plan.noise_multiplier, r.samples) for r in runs], delta)
     if as_json:
         answer = {
             "runs": [{"place": r.place, "releases": _total(r), "epsilon": _finite(r.epsilon)} for r in runs],
@@ -93,7 +97,7 @@ def _read(place: Path) -> tuple[Account | None, list[_Run]]:
         return account, [_Run(f"{place.name} #{n}", Plan.from_json(text), own) for n, (text, own) in enumerate(runs, 1)]
     if not folder.config.is_file():
         raise ConfigError(f"{place}: no run's folder (there is no {folder.config.relative_to(place)})")
-    config = json.loads(folder.config.read_text(encoding="utf-8"))
+    config = folder.read_config()
     if config["run"].get("ledger"):
         raise ConfigError(f"{place}: the run is in an account; name that ledger ({config['run']['ledger']})")
     runs = read_account(folder.ledger)[1] if folder.ledger.exists() else []
@@ -102,7 +106,7 @@ def _read(place: Path) -> tuple[Account | None, list[_Run]]:
 
 
 def _total(run: _Run) -> int:
-    return sum(times * samples for times, samples in run.releases.items())
+    return sum(times * count for times, count in run.samples.items())
 
 
 def _shown(epsilon: float) -> str:

@@ -205,11 +205,11 @@ def _train(private: PrivateTraining, loader: PrivateLoader, course: _Course) -> 
                 _after_step(private, course, bars, bar)
                 if interrupted():
                     break
-        except BudgetExhausted:  # steps since the last checkpoint were lost in an interruption, and repeated
+        except BudgetExhausted:  # steps of the past were drawn anew, or other runs of the account have spent
             complain(
                 "warning",
-                f"the budget is used up at step {private.steps_done} of {plan.steps}: steps that were lost "
-                "and repeated were charged twice",
+                f"the budget is used up at step {private.steps_done} of {plan.steps}: {private.steps_charged} steps "
+                "were charged, those that were run again and came out otherwise included, and other runs of an account",
             )
     private.save(course.folder.checkpoint)
     if interrupted() and private.steps_done < plan.steps:

@@ -62,15 +62,3 @@ class SecureNoise:
                 drawn = torch.empty(total.shape, dtype=total.dtype)
                 self._normals.write({name: drawn}, key, std, adding=False)
                 total.detach().add_(drawn.to(total.device))
-
-    def fingerprint(self, tensors: Mapping[str, Tensor], step: int) -> str:
-        """32 hexadecimal digits that tell whether tensors are, bit for bit, those of another time.
-
-        They depend on the secret, and tell nothing else about the tensors to whoever does not know it. Meant for
-        what a step released: one that is repeated and does not come to the same fingerprint is a second release.
-
-        >>> noise = SecureNoise(Secret.from_seed(0))
-        >>> noise.fingerprint({"w": torch.zeros(2)}, 0) == noise.fingerprint({"w": torch.zeros(2)}, 0)
-        True
-        """
-        return bound_key(self._secret, "fingerprint", step, (), tensors)[:16].hex()

@@ -161,6 +161,7 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
         accountant_version=f"dp-accounting {metadata.version('dp-accounting')}",
         public=(
             f"N = {plan.dataset_size}, the number of records: it fixes q; checked against the data at set-up",
+            *_about_units(private),
             *public,
         ),
         not_accounted=NOT_ACCOUNTED,
@@ -170,6 +171,14 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
             **{name: metadata.version(name) for name in ("diskdp", "torch", "numpy", "dp-accounting")},
         },
     )
+
+
+def _about_units(private: PrivateTraining) -> list[str]:
+    most = private.plan.examples_per_unit
+    if most == 1:
+        return []
+    how = "checked against the units that were named" if private.units_checked else "declared, and checked by nothing"
+    return [f"that no {private.plan.unit} has more than {most} records: {how}"]
 
 
 def _noise_source(private: PrivateTraining) -> str:

@@ -166,7 +166,7 @@ class ShuffledSampler:
     """Cuts a new uniformly random order of all records into batches, every epoch; its last batch may be smaller.
 
     An epoch is ceil(dataset_size / batch_size) steps, and each record is in exactly one of its batches, as long as
-    the secret stays the same.
+    the secret stays the same: under another one it is another order, which the ledger counts by itself.
 
     >>> sampler = ShuffledSampler(10, 4, Secret.from_seed(0))
     >>> [len(sampler.indices(step)) for step in range(6)]
