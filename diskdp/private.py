@@ -291,9 +291,12 @@ class PrivateTraining:
             )
 
     def _release(self, step: int, gradients: list[Tensor] | None = None) -> Release:
-        """What stands for a step in the ledger: keyed hashes, which tell one from another and nothing else."""
+        """What stands for a step in the ledger: keyed hashes, which tell one from another and nothing else.
+
+        Without a file nothing is ever run again under the same secret: then results need no name.
+        """
         digest = ""
-        if gradients is not None:
+        if gradients is not None and self._ledger.path is not None:
             named = dict(zip(self._parameters, gradients))
             digest = bound_key(self._secret, "result", step, (), named)[:16].hex()
         epoch = ""
