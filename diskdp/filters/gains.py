@@ -65,7 +65,7 @@ def recursion(
     start: float | None = None,
     kind: GainKind = "printed",
 ) -> GainRecursion:
-    """p_t and k_t for t = 0 ... steps - 1 from p_{-1} = ``start``, which is σ_w² unless given (the paper's Algorithm 2).
+    """p_t and k_t for t = 0 ... steps - 1 from p_{-1} = ``start``, by default σ_w² as in the paper's Algorithm 2.
 
     As printed, k_t = (p_{t-1} + σ_v² + σ_H²)/(p_{t-1} + σ_v² + σ_w²) and p_t = (σ_w² - σ_H²) k_t: the best gain if the
     observation's noise were only σ_w² - σ_H². For an input noise independent of it, the gain of least squares
