@@ -85,6 +85,73 @@ def test_low_pass_is_scipys_filter_over_its_response_to_one(a: list[float], b: l
     assert np.allclose([torch.cat([u, v.view(1)]).numpy() for u, v in found], exact, rtol=1e-12)
 
 
+DESIGNS = [
+    (LowPass.butterworth(1, 0.3), signal.butter(1, 0.3)),
+    (LowPass.butterworth(2, 0.1), signal.butter(2, 0.1)),
+    (LowPass.butterworth(4, 0.25), signal.butter(4, 0.25)),
+    (LowPass.chebyshev(2, 1.0, 0.1), signal.cheby1(2, 1.0, 0.1)),  # even order: -1 dB at frequency 0, corrected
+    (LowPass.chebyshev(3, 0.5, 0.4), signal.cheby1(3, 0.5, 0.4)),
+]
+
+
+@pytest.mark.parametrize(("filter", "coefficients"), DESIGNS, ids=lambda v: repr(v) if isinstance(v, LowPass) else "")
+def test_designs_are_scipys_with_the_bias_corrected(filter: LowPass, coefficients: tuple[np.ndarray, ...]) -> None:
+    b, a = coefficients
+    x = np.random.default_rng(1).standard_normal((200, 3))
+    exact = signal.lfilter(b, a, x, axis=0) / signal.lfilter(b, a, np.ones(200))[:, None]
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-4)):
+        state = filter.start()
+        found = torch.stack([state.update([torch.tensor(row, dtype=dtype)])[0] for row in x]).double().numpy()
+        assert np.allclose(found, exact, rtol=0, atol=tolerance)
+    assert max(abs(np.roots(filter.a))) < 1
+    weights = np.array(filter.step_weights(200))
+    assert np.allclose(weights @ x[::-1], exact[-1], rtol=0, atol=1e-11)
+    assert weights.sum() == pytest.approx(1)
+
+
+def test_designs_pass_the_slow_and_stop_the_fast() -> None:
+    """-3 dB at a Butterworth filter's cutoff, the ripple at a Chebyshev filter's."""
+    for filter, decibels in ((LowPass.butterworth(3, 0.2), 10 * np.log10(2)), (LowPass.chebyshev(3, 0.5, 0.2), 0.5)):
+        _, response = signal.freqz(filter.b, filter.a, worN=[0.0, 0.2 * np.pi, 0.9 * np.pi])
+        assert abs(response[0]) == pytest.approx(1)
+        assert -20 * np.log10(abs(response[1])) == pytest.approx(decibels, rel=1e-6)
+        assert abs(response[2]) < 1e-3
+
+
+def test_designs_that_cannot_be() -> None:
+    for order in (0, -1, 2.5, True):
+        with pytest.raises(FilterError, match="order"):
+            LowPass.butterworth(order, 0.5)  # type: ignore[arg-type]
+    for cutoff in (0.0, 1.0, -0.1, float("nan")):
+        with pytest.raises(FilterError, match="cutoff"):
+            LowPass.chebyshev(2, 1.0, cutoff)
+    with pytest.raises(FilterError, match="ripple"):
+        LowPass.chebyshev(2, 0.0, 0.5)
+    with pytest.raises(FilterError, match="lower order"):
+        LowPass.butterworth(4, 0.02)
+    with pytest.raises(FilterError, match="steps"):
+        LowPass(kappa=0.5).step_weights(0)
+
+
+def test_from_zero_and_from_the_first_gradient_differ_at_first_alone() -> None:
+    """kappa: weights κ(1-κ)^j and (1-κ)^t for g_0; a, b: κ(1-κ)^j over 1 - (1-κ)^(t+1)."""
+    kappa = 0.2
+    first, zero = LowPass(kappa=kappa), LowPass(a=[1, kappa - 1], b=[kappa])
+    for steps in (1, 2, 5, 60):
+        j = np.arange(steps)
+        exact = kappa * (1 - kappa) ** j
+        assert zero.step_weights(steps) == pytest.approx(exact / exact.sum())
+        exact[-1] = (1 - kappa) ** (steps - 1)
+        assert first.step_weights(steps) == pytest.approx(exact)
+    states = first.start(), zero.start()
+    values = np.random.default_rng(2).standard_normal(60)
+    found = [[s.update([torch.tensor(v)])[0].item() for v in values] for s in states]
+    assert found[0][0] == found[1][0] == pytest.approx(values[0])
+    assert abs(found[0][3] - found[1][3]) > 1e-3
+    assert abs(found[0][-1] - found[1][-1]) < 2 * 0.8**59 * 60
+    assert np.dot(first.step_weights(60), values[::-1]) == pytest.approx(found[0][-1])
+
+
 def test_the_average_starts_at_the_first_gradient() -> None:
     state = DiSK(kappa=0.25, gamma=0.5).start()
     values = [4.0, 0.0, 8.0]

@@ -203,7 +203,7 @@ def test_least_squares_with_random_factors_is_the_best_linear_estimate() -> None
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_covariances_stay_symmetric_and_positive_over_ten_thousand_steps(kind: gains.GainKind) -> None:
-    """Ten decades of noise, hardly any process noise: there P = (I - KC)P loses its symmetry, which the test shows too."""
+    """Ten decades of noise, hardly any process noise: there P = (I - KC)P loses its symmetry, as shown too."""
     n = 8
     rotation = np.linalg.qr(np.random.default_rng(4).standard_normal((n, n)))[0]
 

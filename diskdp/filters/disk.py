@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from diskdp.errors import CheckpointError, FilterError
+from diskdp.filters.varying import AdaptiveGain, Gain, VaryingAverage, point_weights, weight_ahead
 
 Tensors: TypeAlias = "list[Tensor]"
 
@@ -54,7 +55,7 @@ class Filter(Protocol):
     def start(self) -> FilterState: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DiSK:
     """The simplified Kalman filter: u = (1-c) ∇f(x_t) + c ∇f(x_t + γ d_{t-1}), g̃_t = (1-κ) g̃_{t-1} + κ g_t.
 
@@ -62,14 +63,26 @@ class DiSK:
     is the base optimizer. ``clip="joint"`` clips u_i once; "separate" clips each point's gradient by itself and
     multiplies the sensitivity by |c| + |1-c|.
 
+    ``gain`` makes κ, and c with it, change from step to step (`KalmanGain`, `GainSchedule`, `AdaptiveGain`, or
+    "adaptive" for its defaults): the state then has the coefficients of the step that is due, from what was released
+    before it, and those here only say that there are two points. It takes joint clipping, whose sensitivity is the same
+    whatever c is. ``kappa`` is then where "adaptive" begins, and has no meaning with the others.
+
     >>> DiSK(kappa=0.5, gamma=1.0).coefficients
     (0.0, 1.0)
+    >>> DiSK(gain="adaptive")
+    DiSK(kappa=0.7, gamma=0.5, clip='joint', c=None, gain='adaptive')
     """
 
     kappa: float = 0.7
     gamma: float | None = 0.5
     clip: Literal["joint", "separate"] = "joint"
     c: float | None = None
+    gain: Literal["constant", "adaptive"] | Gain = "constant"
+
+    def __repr__(self) -> str:
+        gain = "" if self.gain == "constant" else f", gain={self.gain!r}"
+        return f"DiSK(kappa={self.kappa}, gamma={self.gamma}, clip={self.clip!r}, c={self.c}{gain})"
 
     def __post_init__(self) -> None:
         for name in ("kappa", "gamma", "c"):
@@ -88,22 +101,50 @@ class DiSK:
             raise FilterError(
                 f"kappa={self.kappa}, gamma={self.gamma}: c = (1-κ)/(κγ) is not finite; choose a larger kappa or gamma"
             )
+        if self.gain != "constant":
+            self._check_gain()
+
+    def _check_gain(self) -> None:
+        given: object = self.gain
+        if given == "kalman":
+            raise FilterError(
+                "gain='kalman' needs variances: gain=KalmanGain(observation_var, hessian_var, process_var)"
+            )
+        if self.gain != "adaptive" and not hasattr(self.gain, "start"):
+            raise FilterError(
+                f"gain={self.gain!r} must be 'constant', 'adaptive', a KalmanGain, a GainSchedule or an AdaptiveGain"
+            )
+        if self.clip != "joint":
+            raise FilterError(
+                "clip='separate' has a sensitivity that depends on c, and with this gain c changes from step to step; "
+                "use clip='joint', or gain='constant'"
+            )
+        if self._adapts and self.c is not None:
+            raise FilterError("c is given, but an adaptive gain sets c itself, also to measure; leave one of them out")
+        if not self._adapts and self.kappa != DiSK.kappa:
+            raise FilterError(f"kappa={self.kappa} and gain={self.gain!r} are two answers for κ; leave one of them out")
+
+    @property
+    def _adapts(self) -> bool:
+        return self.gain == "adaptive" or isinstance(self.gain, AdaptiveGain)
 
     @property
     def coefficients(self) -> tuple[float, float]:
         if self.gamma is None:
             return 1.0, 0.0
-        c = (1 - self.kappa) / self.kappa / self.gamma if self.c is None else self.c
-        if abs(c - 1) < 1e-12:  # γ = (1-κ)/κ in floating point: the look-ahead point alone
-            c = 1.0
-        return 1.0 - c, c
+        if self.gain != "constant" and self.c is None:
+            return 0.5, 0.5
+        return point_weights(weight_ahead(self.kappa, self.gamma) if self.c is None else self.c)
 
     @property
     def lookahead(self) -> float | None:
         return self.gamma if self.coefficients[1] != 0 else None
 
     def start(self) -> FilterState:
-        return _Average(self.kappa)
+        if self.gain == "constant":
+            return _Average(self.kappa)
+        gain = AdaptiveGain() if self.gain == "adaptive" else self.gain
+        return VaryingAverage(gain.start(self.kappa, self.gamma is not None), self.gamma, self.c)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,22 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from scipy import signal
 from torch import Tensor
 
 from diskdp.errors import CheckpointError, FilterError
 from diskdp.filters.disk import DiSK, FilterState
+
+# What rounding of float32 is multiplied by at most in a designed filter: Σ|a|/|Σa|, so about 1e-3 of a gradient.
+_MOST_CANCELLATION = 1e4
 
 
 class LowPass:
     """g̃_t = Σ_j b_j g_{t-j} - Σ_{j≥1} a_j g̃_{t-j}, from zero, divided by the same filter's response to a constant 1.
 
     Coefficients are scipy's (``a[0]`` scales both). ``LowPass(kappa=κ)`` is the first-order filter that starts at g_0,
-    the same as ``DiSK(kappa=κ, gamma=None)``; started from zero with bias correction it would differ at first.
+    the same as ``DiSK(kappa=κ, gamma=None)``; ``a=[1, κ-1], b=[κ]`` starts from zero with bias correction and at first
+    weighs the gradients more evenly. Both forget how they started at the rate 1-κ.
 
     >>> LowPass(kappa=0.5) == LowPass(kappa=0.5)
     True
@@ -50,6 +55,57 @@ class LowPass:
 
     def __repr__(self) -> str:
         return f"LowPass(kappa={self.kappa})" if self.kappa is not None else f"LowPass(a={self.a}, b={self.b})"
+
+    @classmethod
+    def butterworth(cls, order: int, cutoff: float) -> LowPass:
+        """No ripple: falls from 1 to √½ at ``cutoff``, a fraction of the highest frequency (half a cycle a step).
+
+        >>> [round(v, 6) for v in LowPass.butterworth(2, 0.5).b]
+        [0.292893, 0.585786, 0.292893]
+        """
+        _check_design(order, cutoff)
+        b, a = signal.butter(order, cutoff)
+        return cls._designed(a, b, f"order={order}, cutoff={cutoff}")
+
+    @classmethod
+    def chebyshev(cls, order: int, ripple: float, cutoff: float) -> LowPass:
+        """Steeper: varies by up to ``ripple`` decibels below ``cutoff``, from which on it falls (first kind).
+
+        >>> len(LowPass.chebyshev(3, ripple=0.5, cutoff=0.2).a)
+        4
+        """
+        _check_design(order, cutoff)
+        if not (ripple > 0 and math.isfinite(ripple)):
+            raise FilterError(f"ripple={ripple} is in decibels: it must be positive and finite")
+        b, a = signal.cheby1(order, ripple, cutoff)
+        return cls._designed(a, b, f"order={order}, ripple={ripple}, cutoff={cutoff}")
+
+    @classmethod
+    def _designed(cls, a: Sequence[float], b: Sequence[float], asked: str) -> LowPass:
+        cancellation = sum(abs(v) for v in a) / max(abs(sum(a)), 1e-300)
+        if cancellation > _MOST_CANCELLATION:
+            raise FilterError(
+                f"{asked}: poles so close to 1 that float32 gradients would lose {cancellation:.2g} units in the last "
+                "place; choose a lower order or a higher cutoff"
+            )
+        # scipy leaves dust of 1e-17 where a coefficient is 0
+        return cls(a=[float(v) if abs(v) > 1e-15 else 0.0 for v in a], b=[float(v) for v in b])
+
+    def step_weights(self, steps: int) -> tuple[float, ...]:
+        """How much each of the first gradients, the latest first, counts in the last of ``steps`` outputs; sums to 1.
+
+        The squares' sum is the share of the noise's variance that is left then.
+
+        >>> LowPass(a=[1.0, -0.5], b=[0.5]).step_weights(3)  # 1/2, 1/4, 1/8 over their sum
+        (0.5714285714285714, 0.2857142857142857, 0.14285714285714285)
+        """
+        if steps < 1:
+            raise FilterError(f"steps={steps} must be at least 1")
+        if self.kappa is not None:
+            kept = 1 - self.kappa
+            return (*[self.kappa * kept**j for j in range(steps - 1)], kept ** (steps - 1))
+        response = signal.lfilter(self.b, self.a, np.eye(1, steps)[0])
+        return tuple((response / response.sum()).tolist())
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -109,6 +165,13 @@ class _Recursion:
         delays = state["delays"]
         self._delays = None if delays is None else [[d.clone() for d in delay] for delay in delays]
         self._constant = list(state["constant"])
+
+
+def _check_design(order: int, cutoff: float) -> None:
+    if isinstance(order, bool) or not isinstance(order, int) or order < 1:
+        raise FilterError(f"order={order!r} must be a whole number, 1 or more")
+    if not 0 < cutoff < 1:
+        raise FilterError(f"cutoff={cutoff} is a fraction of the highest frequency: it must lie between 0 and 1")
 
 
 def _normalized(a: Sequence[float], b: Sequence[float]) -> tuple[tuple[float, ...], tuple[float, ...]]:
