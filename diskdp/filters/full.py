@@ -376,10 +376,12 @@ def _numbers(tensor: Tensor) -> Array:
 def _values(name: str, value: Any) -> Array:
     """A private copy of a number or an array, so that a filter stays what it was made as."""
     try:
-        array = np.array(value.detach().cpu() if isinstance(value, Tensor) else value, dtype=np.float64)
+        if isinstance(value, str | bool):
+            raise TypeError
+        array = np.array(value.detach().cpu().double().numpy() if isinstance(value, Tensor) else value, np.float64)
     except (TypeError, ValueError) as error:
         raise FilterError(f"{name} must be a number or a matrix of numbers") from error
-    if isinstance(value, bool) or array.ndim not in (0, 2) or not np.isfinite(array).all():
+    if array.ndim not in (0, 2) or not np.isfinite(array).all():
         raise FilterError(f"{name} must be a finite number or matrix")
     array.flags.writeable = False
     return array
