@@ -4,7 +4,7 @@ from diskdp.filters.disk import DiSK, Filter, FilterState, NoFilter
 from diskdp.filters.full import CurvatureKalman, FullKalman, public_curvature
 from diskdp.filters.gains import suggest_kappa
 from diskdp.filters.lowpass import LowPass
-from diskdp.filters.states import due_coefficients, started
+from diskdp.filters.states import FollowsWeights, due_coefficients, started
 from diskdp.filters.varying import AdaptiveGain, GainSchedule, KalmanGain
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "DiSK",
     "Filter",
     "FilterState",
+    "FollowsWeights",
     "FullKalman",
     "GainSchedule",
     "KalmanGain",

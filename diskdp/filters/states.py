@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from diskdp.errors import FilterError
 from diskdp.filters.disk import Filter, FilterState
 
 
@@ -35,8 +36,16 @@ class KnowsNoise(Protocol):
 
 
 def started(filter: Filter, noise_variance: float) -> FilterState:
-    """The filter's state at its start, told (σS/B)² if it asks."""
+    """The filter's state at its start, told (σS/B)² if it asks.
+
+    Refused with separate clipping if its weights change: the sensitivity, and the noise, would have to change as well.
+    """
     state = filter.start()
+    if filter.clip != "joint" and isinstance(state, VaryingWeights):
+        raise FilterError(
+            f"{filter!r}: clip={filter.clip!r} has a sensitivity that depends on the weights of the two points, and "
+            "this filter changes them from step to step; use clip='joint'"
+        )
     if isinstance(state, KnowsNoise):
         state.know_noise(noise_variance)
     return state
