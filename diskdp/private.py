@@ -37,7 +37,7 @@ from diskdp.errors import (
     StuckWeightsWarning,
     UncheckedUnitsWarning,
 )
-from diskdp.filters import DiSK, Filter
+from diskdp.filters import DiSK, Filter, FollowsWeights, due_coefficients, started
 from diskdp.gradients import (
     Clipped,
     Engine,
@@ -136,7 +136,7 @@ class PrivateTraining:
         self._noise = noise_source(plan.noise, self._secret)
         self._most_a_part = 0  # examples, that the grid allows for
         self._grid = self._grid_of_plan() if plan.noise == "discrete" else None
-        self._filter_state = filter.start()
+        self._filter_state = started(filter, self._noise_std**2)
         self._lookahead: dict[str, Tensor] | None = None  # x_t + γ (x_t - x_{t-1}); None until weights have moved
         self._step = 0
         self._loader: PrivateLoader | None = None  # the current one
@@ -431,7 +431,7 @@ class PrivateTraining:
             self.optimizer.load_state_dict(state["optimizer"])
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's optimizer state does not fit this optimizer ({error})") from error
-        self._filter_state = self.filter.start()
+        self._filter_state = started(self.filter, self._noise_std**2)
         self._filter_state.load_state_dict(state["filter_state"])
         lookahead = state["lookahead"]
         self._lookahead = None if lookahead is None else {name: t.clone() for name, t in lookahead.items()}
@@ -558,7 +558,7 @@ class PrivateTraining:
 
         ``moved``: as if there were a look-ahead point already.
         """
-        here, ahead = self.filter.coefficients
+        here, ahead = self.filter.coefficients if moved else due_coefficients(self.filter, self._filter_state)
         points: list[Point] = [(1.0, None)]  # the first step has d = 0: both points are x_0
         lookahead = self._parameters if moved and self._lookahead is None else self._lookahead
         if lookahead is not None and ahead != 0:
@@ -708,6 +708,8 @@ class PrivateTraining:
         if filtered is not gradients:  # the filter's own tensors: an optimizer may write into its gradients
             torch._foreach_copy_(gradients, filtered)
         weights = [p.detach() for p in self._parameters.values()]
+        follower = self._filter_state if isinstance(self._filter_state, FollowsWeights) else None
+        left = [] if follower is None else [w.to(torch.float64, copy=True) for w in weights]
         gamma = self.filter.lookahead
         if gamma is not None:  # the look-ahead point has served: its memory holds x_t during the update
             if self._lookahead is None:
@@ -732,6 +734,8 @@ class PrivateTraining:
         advance_buffers(self.model)
         if gamma is not None and self._lookahead is not None:
             torch._foreach_lerp_(list(self._lookahead.values()), weights, 1 + gamma)
+        if follower is not None:
+            follower.moved([w.double() - before for w, before in zip(weights, left)])
 
 
 class _Privatize:

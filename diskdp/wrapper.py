@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from diskdp.errors import CheckpointError, FilterError
-from diskdp.filters import DiSK
+from diskdp.filters import DiSK, due_coefficients
 
 
 class FilteredOptimizer(Optimizer):
@@ -38,7 +38,7 @@ class FilteredOptimizer(Optimizer):
         would add the same noise at both points, and their difference would be released without any.
         """
         parameters = self._parameters()
-        here, ahead = self.filter.coefficients
+        here, ahead = due_coefficients(self.filter, self._filter_state)
         if self._lookahead is None or ahead == 0:
             loss = self._evaluate(closure, parameters)
         elif here == 0:
