@@ -92,9 +92,7 @@ class FullKalman(_OnePoint):
         if curvature is None or (callable(curvature) and not isinstance(curvature, Tensor)):
             self.curvature = curvature
         else:
-            self.curvature = _values("curvature", curvature)
-            if self.curvature.ndim != 2 or not np.array_equal(self.curvature, self.curvature.T):
-                raise FilterError("curvature must be a symmetric matrix [d, d], or a function that multiplies by one")
+            self.curvature = _symmetric("curvature", _values("curvature", curvature))
         self._given = {
             "observation_var": None if observation_var is None else _values("observation_var", observation_var),
             "process_var": _values("process_var", process_var),
@@ -393,6 +391,16 @@ def _square(name: str, value: Array | None, dimension: int) -> Array:
     if matrix.shape != (dimension, dimension):
         raise FilterError(f"{name} has shape {list(matrix.shape)}, but the filter has {dimension} coordinates")
     return matrix
+
+
+def _symmetric(name: str, matrix: Array) -> Array:
+    """The symmetric part of a matrix that is symmetric up to rounding."""
+    square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
+    if not square or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-10 * float(np.abs(matrix).max(initial=0.0))):
+        raise FilterError(f"{name} must be a symmetric matrix [d, d], or a function that multiplies by one")
+    symmetric = (matrix + matrix.T) / 2
+    symmetric.flags.writeable = False
+    return symmetric
 
 
 def _number(name: str, value: float) -> float:
