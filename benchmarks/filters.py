@@ -6,6 +6,7 @@ final loss on other seeds, everything else is at its defaults. Run: python bench
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -115,7 +116,9 @@ def main() -> None:
                 rows.append((f"{name} = {kappa:g}", of(kappa)))
             rows += [
                 ("adaptive, one point", DiSK(gamma=None, gain=AdaptiveGain())),
-                ("adaptive, γ=.5", DiSK(gamma=0.5, gain=AdaptiveGain())),
+                ("adaptive, γ=.5, any c", DiSK(gamma=0.5, gain=AdaptiveGain(largest_weight=math.inf))),
+                ("adaptive, γ=.5", DiSK(gamma=0.5, gain="adaptive")),
+                ("adaptive, γ=5", DiSK(gamma=5.0, gain="adaptive")),
             ]
             if len(problem.start) <= 100:
                 rows += [

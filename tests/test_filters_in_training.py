@@ -92,10 +92,10 @@ def test_an_adaptive_gain_is_told_the_noise_of_the_plan() -> None:
     """(σS/B)²: the same run as with that number given; and not the same with another."""
     sigma = 0.8
     plan = {"noise_multiplier": sigma}
-    told, weights = train(DiSK(gain="adaptive"), **plan)
+    told, weights = train(DiSK(gain=AdaptiveGain(largest_weight=math.inf)), **plan)
     exact = (sigma * 0.4 / 12) ** 2
-    given, same = train(DiSK(gain=AdaptiveGain(noise_var=exact)), **plan)
-    _, others = train(DiSK(gain=AdaptiveGain(noise_var=4 * exact)), **plan)
+    given, same = train(DiSK(gain=AdaptiveGain(noise_var=exact, largest_weight=math.inf)), **plan)
+    _, others = train(DiSK(gain=AdaptiveGain(noise_var=4 * exact, largest_weight=math.inf)), **plan)
     assert all(torch.equal(a, b) for a, b in zip(told.parameters(), given.parameters()))
     assert weights == same != others
     assert weights[1] == weights[11] == -2.0  # every tenth step measures: c = -1/γ
@@ -138,7 +138,7 @@ def test_weights_that_change_are_refused_with_separate_clipping() -> None:
         clip = "separate"
 
         def start(self) -> VaryingAverage:
-            return VaryingAverage(SCHEDULE.start(0.7, True), 0.5, None)
+            return VaryingAverage(SCHEDULE.start(0.7, 0.5), 0.5, None)
 
     model = make_model()
     with pytest.raises(FilterError, match="joint"):

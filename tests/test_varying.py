@@ -132,12 +132,22 @@ def test_long_schedules_are_told_apart_by_their_repr() -> None:
         (lambda: AdaptiveGain(smallest=0.0), "smallest"),
         (lambda: AdaptiveGain(memory=1.0), "memory"),
         (lambda: AdaptiveGain(memory="1"), "memory"),  # type: ignore[arg-type]
+        (lambda: AdaptiveGain(largest_weight=0.0), "largest_weight"),
+        (lambda: AdaptiveGain(largest_weight=math.nan), "largest_weight"),
         (lambda: AdaptiveGain(measure_every=1), "measure_every"),
     ],
 )
 def test_refusals(make: Any, message: str) -> None:
     with pytest.raises(FilterError, match=message):
         make()
+
+
+def test_a_weight_that_overflows_is_refused_before_the_step() -> None:
+    filter = DiSK(gamma=1e-200, gain=GainSchedule((0.5, 1e-200)))
+    state = filter.start()
+    state.update([torch.ones(1)])
+    with pytest.raises(FilterError, match="not finite"):
+        due_coefficients(filter, state)
 
 
 def test_an_adaptive_gain_needs_to_know_the_noise() -> None:
@@ -234,12 +244,27 @@ def test_with_two_points_a_gradient_that_moves_as_predicted_counts_as_none(gamma
     """On a quadratic H d is exact, so κ may fall to its floor, where one point alone must keep up with the gradient."""
     curvatures = np.linspace(0.05, 1.0, 2_000)
     settings: dict[str, Any] = {"curvatures": curvatures, "rate": 0.2, "deviation": 0.5, "steps": 600, "seed": 7}
-    two = descend(DiSK(gamma=gamma, gain=AdaptiveGain(smallest=0.05)), **settings)
+    two = descend(DiSK(gamma=gamma, gain=AdaptiveGain(smallest=0.05, largest_weight=math.inf)), **settings)
     one = descend(DiSK(gamma=None, gain=AdaptiveGain(smallest=0.05)), **settings)
     base = descend(DiSK(kappa=1.0), **settings)
     assert np.mean(two["kappa"][300:]) < np.mean(one["kappa"][300:])
     assert two["error"] < 0.5 * base["error"]
     assert two["error"] < one["error"]
+
+
+@pytest.mark.parametrize(("gamma", "bound"), [(0.5, 1.0), (2.3, 1.0), (-1.0, 3.0)])
+def test_the_weight_ahead_is_bounded(gamma: float, bound: float) -> None:
+    """Hardly any signal: κ falls as far as it may, which is where |c| is at its bound."""
+    filter = DiSK(gamma=gamma, gain=AdaptiveGain(noise_var=1.0, largest_weight=bound))
+    state = filter.start()
+    rng = np.random.default_rng(0)
+    weights = []
+    for t in range(100):
+        if (t - 1) % 10:
+            weights.append(abs(due_coefficients(filter, state)[1]))
+        state.update([torch.tensor(rng.standard_normal(2_000))])
+    assert max(weights) <= bound * (1 + 1e-9)
+    assert weights[-1] == pytest.approx(bound)
 
 
 def test_a_step_that_measures_observes_the_gradient_before() -> None:

@@ -144,7 +144,7 @@ class DiSK:
         if self.gain == "constant":
             return _Average(self.kappa)
         gain = AdaptiveGain() if self.gain == "adaptive" else self.gain
-        return VaryingAverage(gain.start(self.kappa, self.gamma is not None), self.gamma, self.c)
+        return VaryingAverage(gain.start(self.kappa, self.gamma), self.gamma, self.c)
 
 
 @dataclass(frozen=True)

@@ -52,14 +52,14 @@ class GainState(Protocol):
 class Gain(Protocol):
     """A gain that varies, as a value."""
 
-    def start(self, kappa: float, two_points: bool) -> GainState: ...
+    def start(self, kappa: float, gamma: float | None) -> GainState: ...
 
 
 @dataclass(frozen=True)
 class KalmanGain:
     """k_t of `gains.recursion`, from declared variances in any common unit; p_0 = σ_w², since g̃_0 = g_0.
 
-    >>> state = KalmanGain(observation_var=1.0, hessian_var=0.1, process_var=0.05).start(0.7, True)
+    >>> state = KalmanGain(observation_var=1.0, hessian_var=0.1, process_var=0.05).start(0.7, 0.5)
     >>> for _ in range(60): state.advance(None)
     >>> round(state.kappa, 6)
     0.333333
@@ -82,7 +82,7 @@ class KalmanGain:
         """k_∞."""
         return steady_state(self.observation_var, self.hessian_var, self.process_var, self.kind).gain
 
-    def start(self, kappa: float, two_points: bool) -> GainState:
+    def start(self, kappa: float, gamma: float | None) -> GainState:
         return _KalmanState(self)
 
 
@@ -128,7 +128,7 @@ class GainSchedule:
         """From ``first`` to ``last`` along half a cosine."""
         return cls(tuple(last + (first - last) * 0.5 * (1 + math.cos(math.pi * u)) for u in _fractions(steps)))
 
-    def start(self, kappa: float, two_points: bool) -> GainState:
+    def start(self, kappa: float, gamma: float | None) -> GainState:
         return _ScheduleState(self.values)
 
 
@@ -142,6 +142,10 @@ class AdaptiveGain:
     what was expected. With two points the usual g_t holds H d/κ, which would count as process noise: every
     ``measure_every`` steps c is -1/γ instead, so that g_t observes the gradient at x_{t-1}, which g̃_{t-1} estimates.
 
+    ``largest_weight`` bounds |c| in the other steps, and so κ, which is then at least 1/(1 + ``largest_weight`` |γ|): a
+    vector of two gradients with large weights of opposite signs is mostly their difference, and clipping leaves little
+    of the gradient. Where nothing is clipped, math.inf lets κ go to ``smallest``.
+
     ``noise_var`` is the variance of one coordinate's noise, (σS/B)²; None takes it from the plan. Sampling noise that
     is not declared in it counts as process noise, so κ comes out larger than it need be.
     """
@@ -150,9 +154,10 @@ class AdaptiveGain:
     smallest: float = 0.03
     memory: float = 0.9
     measure_every: int = 10
+    largest_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("noise_var", "smallest", "memory"):
+        for name in ("noise_var", "smallest", "memory", "largest_weight"):
             value = getattr(self, name)
             if isinstance(value, bool) or not (isinstance(value, Real) or (name == "noise_var" and value is None)):
                 raise FilterError(f"{name}={value!r} must be a number")
@@ -162,11 +167,13 @@ class AdaptiveGain:
             raise FilterError(f"smallest={self.smallest} is the least κ: it must lie in (0, 1]")
         if not 0 <= self.memory < 1:
             raise FilterError(f"memory={self.memory} must lie in [0, 1)")
+        if not self.largest_weight > 0:
+            raise FilterError(f"largest_weight={self.largest_weight} bounds |c|: it must be positive")
         if isinstance(self.measure_every, bool) or not isinstance(self.measure_every, int) or self.measure_every < 2:
             raise FilterError(f"measure_every={self.measure_every!r} must be a whole number, 2 or more")
 
-    def start(self, kappa: float, two_points: bool) -> GainState:
-        return _AdaptiveState(self, kappa, two_points)
+    def start(self, kappa: float, gamma: float | None) -> GainState:
+        return _AdaptiveState(self, kappa, gamma)
 
 
 class VaryingAverage:
@@ -188,9 +195,13 @@ class VaryingAverage:
             return 1.0, 0.0
         if self._c is not None:
             return 1.0 - self._c, self._c
-        if self._gain.backward:
-            return point_weights(-1 / self._gamma)
-        return point_weights(weight_ahead(self._gain.kappa, self._gamma))
+        c = -1 / self._gamma if self._gain.backward else weight_ahead(self._gain.kappa, self._gamma)
+        if not math.isfinite(c):
+            raise FilterError(
+                f"kappa={self._gain.kappa}, gamma={self._gamma}: c = (1-κ)/(κγ) is not finite; "
+                "choose a larger kappa or gamma"
+            )
+        return point_weights(c)
 
     def know_noise(self, variance: float) -> None:
         """The variance of the noise on a coordinate of the gradients, for gains that estimate."""
@@ -287,10 +298,12 @@ class _ScheduleState:
 
 
 class _AdaptiveState:
-    def __init__(self, gain: AdaptiveGain, kappa: float, two_points: bool) -> None:
+    def __init__(self, gain: AdaptiveGain, kappa: float, gamma: float | None) -> None:
         self._settings = gain
-        self._two_points = two_points
-        self._kappa = max(kappa, gain.smallest)
+        self._two_points = gamma is not None
+        bounded = 0.0 if gamma is None else 1 / (1 + gain.largest_weight * abs(gamma))  # |c| = (1-κ)/(κ|γ|)
+        self._smallest = max(gain.smallest, bounded)
+        self._kappa = max(kappa, self._smallest)
         self._noise = gain.noise_var
         self._variance = 0.0  # p, of g̃
         self._excess = 0.0  # weighted sum of what innovations have beyond σ_w² + p
@@ -336,7 +349,7 @@ class _AdaptiveState:
         if self._weight:
             predicted = self._variance + self._drift
             best = predicted / (predicted + noise) if noise else 1.0
-            self._kappa = min(1.0, max(self._settings.smallest, best))
+            self._kappa = min(1.0, max(self._smallest, best))
 
     @property
     def _drift(self) -> float:
