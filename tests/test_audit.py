@@ -360,3 +360,9 @@ def test_command_line_says_when_an_audit_fails(
     monkeypatch.setattr(PrivateTraining, "sensitivity", property(lambda self: 0.5 * honest(self)))
     assert run(["audit", "--draws", "400", "--noise-multiplier", "1", "--dataset-size", "800"]) == 1
     assert "BROKEN" in capsys.readouterr().out
+
+
+def test_a_filter_that_changes_with_its_outputs_is_refused() -> None:
+    """Its outputs are no fixed combination of the gradients before it, and would look like too little noise."""
+    with pytest.raises(AuditError, match="changes with what was released"):
+        audit_step(make_plan(), filter=DiSK(gain="adaptive"), draws=300)

@@ -21,7 +21,9 @@ from torch.utils.data import TensorDataset
 
 from diskdp.audit.bounds import Array
 from diskdp.clipping import Clipper
+from diskdp.errors import AuditError
 from diskdp.filters import Filter
+from diskdp.filters.states import FollowsWeights, KnowsNoise, VaryingWeights
 from diskdp.plan import Plan
 
 TENSORS = ("table.weight", "linear.weight", "bias")
@@ -237,6 +239,12 @@ def _unfiltering(filter: Filter, steps: int) -> Array:
     A function of released values alone, so that it costs no privacy.
     """
     state, impulses = filter.start(), torch.eye(steps, dtype=torch.float64)
+    if isinstance(state, FollowsWeights | KnowsNoise | VaryingWeights):
+        raise AuditError(
+            f"filter={filter!r}: what it does to a gradient changes with what was released, so its outputs cannot be taken "
+            "back to the gradients before it; audit the plan with a filter of the same points and clip, such as "
+            f"DiSK(clip={filter.clip!r})"
+        )
     response = torch.stack([state.update([impulses[t].clone()])[0].clone() for t in range(steps)]).numpy()
     state = filter.start()
     trial = torch.randn(steps, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -26,7 +26,7 @@ _DATA_KEYS = {
     "adult": ((), ()),
 }
 _FILTER_KEYS = {
-    "disk": ((), ("kappa", "gamma", "clip", "c")),
+    "disk": ((), ("kappa", "gamma", "clip", "c", "gain")),
     "lowpass": ((), ("kappa", "a", "b")),
     "none": ((), ()),
 }
@@ -167,6 +167,7 @@ def build_filter(config: FilterConfig) -> Filter:
         gamma=DiSK.gamma if config.gamma is None else config.gamma,
         clip=DiSK.clip if config.clip is None else config.clip,
         c=config.c,
+        gain=config.gain or "constant",
     )
 
 

@@ -94,6 +94,7 @@ class FilterConfig:
     gamma: float | None = None
     clip: Literal["joint", "separate"] | None = None
     c: float | None = None
+    gain: Literal["constant", "adaptive"] | None = None
     a: list[float] | None = None
     b: list[float] | None = None
 
