@@ -5,7 +5,6 @@ Assumes that batches come from `PrivateTraining.loader`, which samples them the 
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import warnings
@@ -17,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from diskdp.accounting import composed_epsilon
 from diskdp.backoff import add_all
@@ -27,14 +26,11 @@ from diskdp.errors import (
     BudgetExhausted,
     CheckpointError,
     GradientError,
-    LowPrecisionWarning,
     MemoryLimitError,
     NewKeyWarning,
     NoiseError,
-    NonFiniteError,
     OtherUpdateWarning,
     SamplingError,
-    StuckWeightsWarning,
     UncheckedUnitsWarning,
 )
 from diskdp.filters import DiSK, Filter, FollowsWeights, due_coefficients, started
@@ -63,8 +59,21 @@ from diskdp.memory import (
     peak_memory,
     shown_memory,
 )
-from diskdp.noise import KEYED_BY_SUM, DiscreteNoise, GaussianNoise, Grid, Secret, SecureNoise, bound_key, noise_source
+from diskdp.noise import DiscreteNoise, GaussianNoise, Grid, Secret, SecureNoise, bound_key, noise_source
 from diskdp.plan import Plan
+from diskdp.preflight import (
+    Still,
+    check_evaluations,
+    check_finite,
+    check_fits,
+    check_key,
+    check_losses,
+    check_optimizer,
+    check_scheduler,
+    forms,
+    some_of,
+    warn_of_low_precision,
+)
 from diskdp.sampling import LogicalBatch, PrivateLoader, Units, sampler_for
 
 _STATE_FORMAT = "diskdp-training/1"
@@ -122,14 +131,14 @@ class PrivateTraining:
         self._choose = Tuner().choose if autotune else choose
         self._engine = Engine(model, loss_fn)
         self._parameters = self._engine.parameters()
-        self._forms = _forms(self._parameters)
-        _check_optimizer(optimizer, self._parameters)
-        _warn_of_low_precision(self._parameters)
+        self._forms = forms(self._parameters)
+        check_optimizer(optimizer, self._parameters)
+        warn_of_low_precision(self._parameters)
         refuse_modules(model)
-        self._needs_closure = _check_evaluations(optimizer)
+        self._needs_closure = check_evaluations(optimizer)
         self.scheduler = scheduler
-        _check_scheduler(scheduler, optimizer)
-        _check_key(key_path, ledger_path, plan)
+        check_scheduler(scheduler, optimizer)
+        check_key(key_path, ledger_path, plan)
         self._ledger = Ledger(ledger_path, plan.fingerprint, plan.to_json())
         self._kept = seed is None and key_path is not None  # the secret outlives this process
         self._secret = _secret(seed, key_path)
@@ -141,7 +150,7 @@ class PrivateTraining:
         self._step = 0
         self._loader: PrivateLoader | None = None  # the current one
         self._left: Tensor | None = None  # some of the weights, as the last step left them
-        self._still = _Still(self._parameters if plan.noise_multiplier else {})  # noise moves every weight
+        self._still = Still(self._parameters if plan.noise_multiplier else {})  # noise moves every weight
         self._together = ("", math.inf)  # what was asked of the account last, and ε
         self.units_checked = False  # whether loader() was told each record's unit
         self._process = os.getpid()
@@ -249,7 +258,7 @@ class PrivateTraining:
 
     def check(self, microbatch: Any, examples: int) -> None:
         """Raise GradientError unless exact gradients of each of the microbatch's ``examples`` can be had."""
-        _one_loss_an_example(self._engine.gradients(microbatch, [(1.0, None)]).losses_B, examples)
+        check_losses(self._engine.gradients(microbatch, [(1.0, None)]).losses_B, examples)
 
     def step(self, batch: LogicalBatch) -> StepResult:
         """One step of the plan: charges it, then moves the weights."""
@@ -269,9 +278,9 @@ class PrivateTraining:
             gradients = noised()
             # on disk before anything is computed from them that can be seen
             self._ledger.record(self._release(step, gradients), self._affordable)
-            _check_finite(gradients, self._parameters)
+            check_finite(gradients, self._parameters)
             self._update(gradients)
-            self._left = _some_of(self._parameters)
+            self._left = some_of(self._parameters)
             self._step += 1
             self._compromised = False
         except BaseException:
@@ -281,7 +290,7 @@ class PrivateTraining:
 
     def _warn_of_other_updates(self) -> None:
         left, self._left = self._left, None  # once in a row
-        if left is not None and not torch.equal(left, _some_of(self._parameters)):
+        if left is not None and not torch.equal(left, some_of(self._parameters)):
             warnings.warn(
                 f"the weights were changed between steps {self._step - 1} and {self._step} by something else than "
                 "private.step: unless that was computed from what had been released, what is trained from here on is "
@@ -422,7 +431,7 @@ class PrivateTraining:
                 if self.scheduler is None
                 else "the checkpoint was made without a scheduler; resume without one"
             )
-        _check_fits(self.model, state["model"])
+        check_fits(self.model, state["model"])
         self._ledger.go_on_as(state["run"])
         self._ledger.at_least(int(state["spent"]), int(state["epochs"]))
         self._seeded = self._seeded or bool(state["seeded"])
@@ -506,7 +515,7 @@ class PrivateTraining:
                 "the model's trainable parameters are not those that privatize() was given: one was frozen, unfrozen "
                 "or replaced; change the model before, or make a new private training"
             )
-        if _forms(now) != self._forms:
+        if forms(now) != self._forms:
             raise GradientError(
                 "the model was cast or moved after privatize(), and the optimizer's and the filter's state was not; "
                 "call .to(...) before the optimizer is made, or make a new private training"
@@ -580,7 +589,7 @@ class PrivateTraining:
                 clipped = clip(self._engine, microbatch, points, self.clipper, self._choose)
             else:
                 clipped = clip_in_float64(self._engine, microbatch, points, self.clipper)
-            _one_loss_an_example(clipped.losses_B, examples)
+            check_losses(clipped.losses_B, examples)
             if number == 0:
                 seen.add(clipped)
             yield weight, clipped
@@ -839,42 +848,6 @@ class _Privatize:
 privatize = _Privatize()
 
 
-class _Still:
-    """Whether the optimizer moves the weights that the model uses: looked at until each was seen to move."""
-
-    _STEPS = 3  # with a learning rate; the first of a warm-up may be too small to show in float32
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self._names = list(parameters)
-        self._waiting = dict(parameters)
-        self._before: dict[str, Tensor] = {}
-        self._steps = 0
-
-    def before(self, optimizer: torch.optim.Optimizer) -> None:
-        rates = {id(p): float(group.get("lr", 1.0)) for group in optimizer.param_groups for p in group["params"]}
-        self._before = {n: _first(p).clone() for n, p in self._waiting.items() if rates.get(id(p), 1.0) > 0}
-
-    def after(self) -> None:
-        if not self._before:
-            return
-        for name, before in self._before.items():
-            if not torch.equal(_first(self._waiting[name]), before):
-                del self._waiting[name]
-        self._steps += 1
-        if self._steps < self._STEPS:
-            return
-        stuck, self._waiting = list(self._waiting), {}
-        message = (
-            f"{', '.join(stuck[:4])}: not moved by {self._STEPS} steps of the optimizer: its learning rate is too "
-            "small for the precision of the weights, or it moves other tensors than the model's; make the optimizer "
-            "after the model's last change"
-        )
-        if stuck and len(stuck) == len(self._names):
-            raise GradientError(message)
-        if stuck:
-            warnings.warn(message, StuckWeightsWarning, stacklevel=5)
-
-
 class _Sums:
     """The mean over a logical batch so far, and what was seen of its examples."""
 
@@ -930,132 +903,14 @@ class _Seen:
         )
 
 
-def _first(parameter: Tensor) -> Tensor:
-    """A few elements, by which a change shows."""
-    return parameter.detach().reshape(-1)[:64]
-
-
-def _some_of(parameters: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([_first(p).double() for p in parameters.values()])
-
-
 def _sum_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
-
-
-def _forms(parameters: Mapping[str, Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    return [(p.dtype, p.device) for p in parameters.values()]
-
-
-def _warn_of_low_precision(parameters: Mapping[str, Tensor]) -> None:
-    """An update of less than half a unit in the last place leaves a weight where it is."""
-    low = [name for name, p in parameters.items() if p.dtype in (torch.bfloat16, torch.float16)]
-    if low:
-        warnings.warn(
-            f"{', '.join(low[:4])}: trained in {parameters[low[0]].dtype}, where updates below about "
-            f"{torch.finfo(parameters[low[0]].dtype).eps / 2:.1g} of a weight are lost, so training may stand still; "
-            "keep what trains in float32 and compute under torch.autocast (what is frozen may stay as it is)",
-            LowPrecisionWarning,
-            stacklevel=4,
-        )
-
-
-def _check_key(key_path: Path | None, ledger_path: Path | None, plan: Plan) -> None:
-    if key_path is None:
-        return
-    if plan.noise not in KEYED_BY_SUM:
-        raise NoiseError(
-            f"key_path: noise={plan.noise!r} does not depend on the sum, so a step that is run again with a kept key "
-            f"could release two sums under the same noise; use noise={' or '.join(map(repr, KEYED_BY_SUM))}"
-        )
-    if ledger_path is None:
-        raise NoiseError(
-            "key_path: a kept key draws the same samples again, which only a ledger can tell; add ledger_path"
-        )
 
 
 def _secret(seed: int | None, key_path: Path | None) -> Secret:
     if seed is not None:
         return Secret.from_seed(seed)
     return Secret.from_os() if key_path is None else Secret.kept(key_path)
-
-
-def _check_scheduler(scheduler: LRScheduler | None, optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise GradientError(
-            "ReduceLROnPlateau decides by a loss that carries no noise, so the weights would depend on it outside the "
-            "guarantee; use a schedule of the step alone"
-        )
-    if scheduler is not None and scheduler.optimizer is not optimizer:
-        raise GradientError("the scheduler was made for another optimizer; make it from the one that privatize() gets")
-
-
-def _check_finite(gradients: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
-    """Stop on the noised result alone: the decision costs no privacy, and the weights are as they were."""
-    if math.isfinite(sum(g.sum().item() for g in gradients)):  # a pass as fast as memory; infinities do not cancel
-        return
-    names = [name for name, g in zip(parameters, gradients) if not bool(g.isfinite().all())]
-    if names:
-        raise NonFiniteError(
-            f"{', '.join(names[:4])}: the noised gradient is not finite, so no weight was moved (the step is charged); "
-            "lower the learning rate, or max_grad_norm if it is near the largest float"
-        )
-
-
-def _one_loss_an_example(losses_B: Tensor, examples: int) -> None:
-    """A mean over the batch, or several views of one example, would put one clip where another is accounted for."""
-    if len(losses_B) != examples:
-        raise GradientError(
-            f"loss_fn returned {len(losses_B)} losses for {examples} examples; it must return one an example, whatever "
-            "collation did: not averaged over the batch, and averaged over the views of an example if there are several"
-        )
-
-
-def _check_fits(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """The saved weights' names and shapes are the model's: found before anything is changed."""
-    own = model.state_dict()
-    wrong = [name for name in (*own, *state) if name not in own or name not in state]
-    wrong += [name for name in own if name in state and own[name].shape != state[name].shape]
-    if wrong:
-        raise CheckpointError(
-            f"the checkpoint belongs to another model: {', '.join(list(dict.fromkeys(wrong))[:4])} differ in name or "
-            "shape; resume with the model it was made with"
-        )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """The optimizer must move the model's trainable parameters, all of them and no others."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise GradientError(
-            "SparseAdam takes sparse gradients, and noise leaves none; use Adam, or AdamW (noise reaches every row)"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    own = {id(p): name for name, p in parameters.items()}
-    missing = [name for key, name in own.items() if key not in held]
-    if missing:
-        raise GradientError(
-            f"{', '.join(missing[:4])}: trainable but not in the optimizer; make the optimizer after the model's last "
-            "change (a device move, an adapter), or freeze with requires_grad_(False)"
-        )
-    if held - own.keys():
-        raise GradientError(
-            f"the optimizer holds {len(held - own.keys())} trainable tensors that are not the model's parameters; make "
-            "it from model.parameters(), after the model's last change"
-        )
-
-
-def _check_evaluations(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer insists on a closure. One that calls it again would need noise for each evaluation."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is None or closure.default is not inspect.Parameter.empty:
-        return False
-    group = optimizer.param_groups[0]
-    if group.get("max_iter", 1) != 1 or group.get("line_search_fn") is not None:
-        raise GradientError(
-            f"{type(optimizer).__name__} would evaluate the loss several times a step, each at a privacy cost of its "
-            "own; use max_iter=1 and line_search_fn=None"
-        )
-    return True
 
 
 def _copied(tree: Any) -> Any:

@@ -241,8 +241,8 @@ def _unfiltering(filter: Filter, steps: int) -> Array:
     state, impulses = filter.start(), torch.eye(steps, dtype=torch.float64)
     if isinstance(state, FollowsWeights | KnowsNoise | VaryingWeights):
         raise AuditError(
-            f"filter={filter!r}: what it does to a gradient changes with what was released, so its outputs cannot be taken "
-            "back to the gradients before it; audit the plan with a filter of the same points and clip, such as "
+            f"filter={filter!r}: what it does to a gradient changes with what was released, so its outputs cannot be "
+            "taken back to the gradients before it; audit the plan with a filter of the same points and clip, such as "
             f"DiSK(clip={filter.clip!r})"
         )
     response = torch.stack([state.update([impulses[t].clone()])[0].clone() for t in range(steps)]).numpy()
