@@ -105,7 +105,7 @@ def test_other_worlds(sampling: str, adjacency: str, batch_size: int) -> None:
 def test_the_battery_passes_and_is_sharp() -> None:
     audit = audit_step(draws=1024, seed=3)
     assert audit.passed, audit.broken
-    assert len(audit.scenarios) == 5
+    assert len(audit.scenarios) == 6
     for scenario in audit.scenarios:
         assert 0.6 * scenario.epsilon_claimed < scenario.epsilon_lower <= scenario.epsilon_claimed, scenario.name
 
