@@ -106,3 +106,7 @@ class UnusedParameterWarning(DiskDPWarning):
 
 class AuditError(DiskDPError, ValueError):
     """An audit that cannot be made as asked."""
+
+
+class TheoryError(DiskDPError, ValueError):
+    """Constants of a theorem that are out of range or contradict one another."""
