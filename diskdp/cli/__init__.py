@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diskdp import __version__
-from diskdp.cli import audit, bench, copy, demo, explain, ledger, plan, train
+from diskdp.cli import audit, bench, copy, demo, explain, ledger, plan, reproduce, train
 from diskdp.cli.console import complain, warnings_on_one_line
 from diskdp.errors import DiskDPError
 
@@ -28,6 +28,7 @@ for command in (
     audit.audit,
     explain.explain,
     bench.bench,
+    reproduce.reproduce,
 ):
     app.command()(command)
 
