@@ -40,7 +40,15 @@ _QUICK: dict[str, Settings] = {
         dimension=20, examples=100, steps=50, rates=8, kappas=(0.1, 0.5), tuning_seeds=3, seeds=5
     ),
     "ablation": Ablation(
-        dimension=10, examples=100, batch_size=20, steps=30, rates=4, kappas=(0.3,), tuning_seeds=2, seeds=4
+        dimension=10,
+        examples=100,
+        batch_size=20,
+        steps=30,
+        rates=4,
+        kappas=(0.3,),
+        thresholds=(1.0,),
+        tuning_seeds=2,
+        seeds=4,
     ),
 }
 

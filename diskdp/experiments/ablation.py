@@ -30,11 +30,11 @@ class Ablation:
     examples: int = 500
     batch_size: int = 100
     steps: int = 150
-    rates: int = 12
+    rates: int = 16
     kappas: tuple[float, ...] = KAPPAS
     gammas: tuple[float, ...] = GAMMAS
     clippings: tuple[str, ...] = ("flat", "automatic")
-    thresholds: tuple[float, ...] = (0.3, 1.0, 3.0)  # of flat clipping; automatic clipping only rescales the rate
+    thresholds: tuple[float, ...] = (0.1, 0.3, 1.0, 3.0)  # of flat clipping; automatic clipping only rescales the rate
     tuning_seeds: int = 5
     seeds: int = 24
 
@@ -170,7 +170,7 @@ def _level(
 ) -> list[Row]:
     rows: list[Row] = []
     noise_multiplier = settings.noise_multipliers[level]
-    rates_E = torch.logspace(-2.5, math.log10(30.0), settings.rates, dtype=torch.float32)
+    rates_E = torch.logspace(-2.0, math.log10(60.0), settings.rates, dtype=torch.float32)
     reference: Tensor | None = None
     for cell in CELLS:
         found: list[tuple[Clipper, Tuned]] = []

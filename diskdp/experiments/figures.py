@@ -112,8 +112,11 @@ def draw_ablation(rows: Sequence[Row]) -> Figure:
     clippings = list(dict.fromkeys(str(row["clipping"]) for row in rows))
     levels = list(dict.fromkeys(float(row["noise_multiplier"]) for row in rows))
     height = 2.7 * len(clippings) + 1.2
+    least = min(float(row["ratio_low"]) for row in rows)
+    most = max(float(row["ratio_high"]) for row in rows)
+    margin = 0.06 * max(most - least, 0.1)
     figure = _figure(
-        3.1 * len(levels) + 2.0,
+        3.0 * len(levels) + 2.4,
         height,
         "Second point, filter, joint or separate clip: which one carries the gain",
         f"final loss over that of DP-SGD, all tuned on other seeds; mean and 95% interval over {rows[0]['seeds']} "
@@ -129,7 +132,8 @@ def draw_ablation(rows: Sequence[Row]) -> Figure:
                 face = colour if row["filter"] == "average" else "white"
                 axes.plot([low, high], [i, i], color=colour, lw=2.4, alpha=0.55, solid_capstyle="round")
                 axes.plot([mean], [i], color=colour, marker="o", markersize=6, markerfacecolor=face, linestyle="none")
-            axes.axvline(1, color="#bbbbbb", lw=0.9, dashes=(4, 3), zorder=0)
+            axes.axvline(1, color="#999999", lw=1.0, dashes=(4, 3), zorder=1)
+            axes.set_xlim(least - margin, most + margin)  # one scale for all panels
             axes.set_ylim(len(here) - 0.5, -0.5)
             axes.set_yticks(range(len(here)))
             axes.set_yticklabels([_cell(row) for row in here] if column == 0 else [])
@@ -137,7 +141,7 @@ def draw_ablation(rows: Sequence[Row]) -> Figure:
             if line == len(clippings) - 1:
                 axes.set_xlabel("final loss / DP-SGD's", fontsize=9, color=_QUIET)
             _quiet(axes)
-    figure.subplots_adjust(left=0.17, right=0.985, top=1 - 0.98 / height, bottom=0.5 / height, wspace=0.08, hspace=0.3)
+    figure.subplots_adjust(left=0.2, right=0.985, top=1 - 0.98 / height, bottom=0.5 / height, wspace=0.08, hspace=0.3)
     return figure
 
 

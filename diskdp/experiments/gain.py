@@ -23,7 +23,7 @@ def limit_and_rates(observation: float, hessian: float, process: float) -> tuple
     """(p_∞, k_∞, rate by the derivative at the fixed point, rate as the paper prints it).
 
     >>> [round(v, 4) for v in limit_and_rates(1.0, 0.1, 0.05)]
-    [0.3, 0.3333, 0.4444, 0.5163]
+    [0.3, 0.3333, 0.4444, 0.5161]
     """
     added = hessian + process
     root = math.sqrt(added * (4 * observation + process - 3 * hessian))

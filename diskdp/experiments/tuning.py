@@ -36,6 +36,7 @@ def tune(
 ) -> Tuned:
     """The best filter and learning rate by mean loss over seeds; a run that diverged counts as infinite.
 
+    >>> from diskdp.filters import NoFilter
     >>> tune(lambda _, rates: (rates - 0.2)[None] ** 2, [NoFilter()], torch.tensor([0.1, 0.2, 0.4])).learning_rate
     0.2...
     """
@@ -61,6 +62,7 @@ def two_point_filters(kappas: Sequence[float], gammas: Sequence[float]) -> list[
 def describe(filter: Filter) -> str:
     """κ and γ, as the tables show them.
 
+    >>> from diskdp.filters import NoFilter
     >>> describe(DiSK(kappa=0.1, gamma=0.5)), describe(LowPass(kappa=0.1)), describe(NoFilter())
     ('κ=0.1 γ=0.5', 'κ=0.1', '')
     """
