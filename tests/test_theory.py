@@ -328,3 +328,8 @@ def test_privacy_utility_reverses_once_the_clip_counts() -> None:
 def test_spread_is_the_papers() -> None:
     assert spread(0.5, -1.0) == pytest.approx(1 + 4 * 4)
     assert spread(0.5, 1.0) == pytest.approx(1 + 4 * 6)
+
+
+def test_a_gain_that_changes_has_no_moments_here() -> None:
+    with pytest.raises(TheoryError, match="gain is constant"):
+        moments([1.0], [1.0], DiSK(gain="adaptive"), 0.1, 0.1, 3)

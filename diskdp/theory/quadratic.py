@@ -46,6 +46,8 @@ def gain_and_lookahead(filter: FirstOrder) -> tuple[float, float]:
         return 1.0, 0.0
     if filter.kappa is None:
         raise TheoryError(f"{filter!r}: only first-order filters have moments here; give LowPass(kappa=...)")
+    if isinstance(filter, DiSK) and filter.gain != "constant":
+        raise TheoryError(f"{filter!r}: only filters whose gain is constant have moments here")
     gamma = filter.lookahead
     return filter.kappa, 0.0 if gamma is None else filter.kappa * filter.coefficients[1] * gamma
 
