@@ -40,6 +40,10 @@ class FilterError(DiskDPError, ValueError):
     """Filter parameters outside their range."""
 
 
+class OptimizerError(DiskDPError, ValueError):
+    """An optimizer's settings outside their range, or made for another noise or filter."""
+
+
 class NonFiniteError(DiskDPError):
     """A noised gradient that is not finite: the weights were not moved."""
 
