@@ -209,8 +209,11 @@ def test_settings_are_checked() -> None:
     optimizer.check_fits(plan, filter)
     with pytest.raises(OptimizerError, match="same filter"):
         optimizer.check_fits(plan, DiSK(kappa=0.5))
-    with pytest.raises(OptimizerError, match="the plan adds"):
-        optimizer.check_fits(make_plan(noise_multiplier=1.6), filter)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    for checked in (optimizer, Joined(other, optimizer)):
+        checked.check_fits(plan, filter)
+        with pytest.raises(OptimizerError, match="the plan adds"):
+            checked.check_fits(make_plan(noise_multiplier=1.6), filter)
 
 
 def muon_and_adam(model: nn.Module) -> Joined:

@@ -9,6 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from diskdp.errors import CheckpointError, OptimizerError
+from diskdp.filters import Filter
+from diskdp.optim.adam import NoiseAwareAdam
+from diskdp.plan import Plan
 
 
 class Joined(Optimizer):
@@ -42,6 +45,12 @@ class Joined(Optimizer):
         ):
             raise OptimizerError("add the group to one of the joined optimizers, and join them then")
         super().add_param_group(param_group)
+
+    def check_fits(self, plan: Plan, filter: Filter) -> None:
+        """Raise OptimizerError unless what its parts know of the noise is what this plan and filter make of it."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, NoiseAwareAdam | Joined):
+                optimizer.check_fits(plan, filter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
