@@ -31,6 +31,7 @@ from diskdp.zoo.mlp import mlp
 
 Make = Callable[[nn.Module, Plan, Filter, float], torch.optim.Optimizer]
 TUNING_SEEDS = (1000, 1001)
+START_NORM = 10.0  # where walks from 1 went
 
 
 def noise_aware(floor: float) -> Make:
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=5)
     parser.add_argument("--batch-size", type=int, default=1024)
     parser.add_argument("--filters", nargs="+", choices=list(FILTERS), default=list(FILTERS))
+    parser.add_argument("--norm", type=float, help="clipping norm of all, instead of one chosen for each")
     parser.add_argument("--only", help="optimizers whose name contains this")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -134,7 +136,7 @@ def main() -> None:
             found: dict[tuple[int, int], float] = {}
 
             def settings(at: tuple[int, int], middle: float = middle) -> tuple[float, float]:
-                return middle * 10 ** (at[0] / 4), 10 ** (at[1] / 2)
+                return middle * 10 ** (at[0] / 4), (arguments.norm or START_NORM) * 10 ** (at[1] / 2)
 
             waiting = [(-2, 0), (0, 0), (2, 0)]
             while waiting:
@@ -144,7 +146,8 @@ def main() -> None:
                     runs = [run(make, filter, lr, s, fit, validation, tuning_plan) for s in TUNING_SEEDS]
                     found[at] = float(np.mean([loss for _, loss in runs]))
                 i, j = best = min(found, key=lambda at: found[at])
-                waiting = [at for at in ((i - 1, j), (i + 1, j), (i, j - 1), (i, j + 1)) if at not in found]
+                around = [(i - 1, j), (i + 1, j)] + ([] if arguments.norm else [(i, j - 1), (i, j + 1)])
+                waiting = [at for at in around if at not in found]
             lr, norm = settings(best)
             own_plan = planned(split.train, norm, noise)
             tests = [run(make, filter, lr, s, split.train, split.test, own_plan) for s in range(arguments.seeds)]
