@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from diskdp.errors import (
     NonFiniteError,
     StuckWeightsWarning,
 )
+from diskdp.filters import Filter
 from diskdp.noise import KEYED_BY_SUM
 from diskdp.plan import Plan
 
@@ -165,6 +167,19 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Mapping[str, T
             f"the optimizer holds {len(held - own.keys())} trainable tensors that are not the model's parameters; make "
             "it from model.parameters(), after the model's last change"
         )
+
+
+@runtime_checkable
+class KnowsPlan(Protocol):
+    """An optimizer that was told of the noise or of the filter, and can say whether it was told right."""
+
+    def check_fits(self, plan: Plan, filter: Filter) -> None: ...
+
+
+def check_knowledge(optimizer: torch.optim.Optimizer, plan: Plan, filter: Filter) -> None:
+    """An optimizer that counts on some noise must get the noise of this plan, through this filter."""
+    if isinstance(optimizer, KnowsPlan):
+        optimizer.check_fits(plan, filter)
 
 
 def check_evaluations(optimizer: torch.optim.Optimizer) -> bool:

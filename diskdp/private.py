@@ -67,6 +67,7 @@ from diskdp.preflight import (
     check_finite,
     check_fits,
     check_key,
+    check_knowledge,
     check_losses,
     check_optimizer,
     check_scheduler,
@@ -133,6 +134,7 @@ class PrivateTraining:
         self._parameters = self._engine.parameters()
         self._forms = forms(self._parameters)
         check_optimizer(optimizer, self._parameters)
+        check_knowledge(optimizer, plan, filter)
         warn_of_low_precision(self._parameters)
         refuse_modules(model)
         self._needs_closure = check_evaluations(optimizer)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, LowPass, NoFilter, Plan, clipped_gradient, privatize
-from diskdp.errors import CheckpointError, NotPrivateWarning, OptimizerError
+from diskdp.errors import CheckpointError, FilterError, NotPrivateWarning, OptimizerError
 from diskdp.filters import Filter
 from diskdp.optim import (
     Joined,
@@ -419,3 +419,17 @@ def test_what_cannot_be_scaled_is_refused() -> None:
         ScaleThenPrivatise(model, damping=0.0)
     with pytest.raises(OptimizerError, match="NoFilter"):
         ScaleThenPrivatise(model).check_fits(make_plan(), DiSK())
+
+
+def test_privatize_asks_optimizers_that_count_on_some_noise() -> None:
+    model, plan = make_model(), make_plan()
+    wrong = NoiseAwareAdam(model.parameters(), lr=0.1, noise_std=1.0, filter=NoFilter())
+    with pytest.raises(OptimizerError, match="the plan adds"):
+        privatize(model, wrong, plan, loss_fn=classify, filter=NoFilter())
+    std = noise_std(plan, NoFilter())
+    other = NoiseAwareAdam(model.parameters(), lr=0.1, noise_std=std, filter=NoFilter())
+    with pytest.raises(OptimizerError, match="give both the same filter"):
+        privatize(model, other, plan, loss_fn=classify, filter=DiSK())
+    with pytest.raises(FilterError, match="not known by a formula"):
+        NoiseAwareAdam(model.parameters(), lr=0.1, noise_std=std, filter=DiSK(gain="adaptive"))
+    privatize(model, other, plan, loss_fn=classify, filter=NoFilter())

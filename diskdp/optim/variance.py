@@ -217,7 +217,7 @@ def _kappa(filter: Filter) -> float | None:
     """The gain of an average that starts at g_0; None for a filter that starts from zero."""
     if isinstance(filter, NoFilter):
         return 1.0
-    if isinstance(filter, DiSK | LowPass):
+    if isinstance(filter, LowPass) or (isinstance(filter, DiSK) and filter.gain == "constant"):
         return filter.kappa
     raise FilterError(
         f"{filter!r}: the noise that it lets through is not known by a formula; compute it by "
