@@ -50,8 +50,13 @@ def save_tree(path: str | os.PathLike[str], tree: Any, keep_previous: bool = Fal
     skeleton = json.dumps(_encode(tree, "tree", tensors), allow_nan=False)
     _unshare(tensors)
     metadata = {"format": FORMAT, "skeleton": skeleton, "sha256": _digest(skeleton, tensors)}
-    partial = path.with_name(f".{path.name}.partial")
+    room = path.with_name(f".{path.name}.partial")  # a folder: safetensors leaves files of its own when it is killed
+    partial = room / path.name
     try:
+        if room.is_file():
+            room.unlink()
+        shutil.rmtree(room, ignore_errors=True)
+        room.mkdir()
         save_file(tensors, partial, metadata=metadata)
         with safe_open(partial, framework="pt"):  # what cannot be read back must not replace what can
             _flush(partial)
@@ -65,8 +70,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, keep_previous: bool = Fal
             "has room; a checkpoint that was there is still whole"
         ) from error
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        shutil.rmtree(room, ignore_errors=True)
 
 
 def previous_of(path: str | os.PathLike[str]) -> Path:
@@ -81,7 +85,7 @@ def previous_of(path: str | os.PathLike[str]) -> Path:
 
 def _keep(path: Path) -> None:
     """A second name for the file, so that `path` itself is there at every moment; a copy where there are no links."""
-    partial = path.with_name(f".{path.name}.previous")
+    partial = path.with_name(f".{path.name}.previous")  # a link that a crash left behind is taken away
     with contextlib.suppress(FileNotFoundError):
         partial.unlink()
     try:

@@ -49,7 +49,11 @@ class Plan:
     can contribute, always. `docs/accounting.md` has the table of what goes together.
 
     `noise_multiplier=0` or `epsilon=math.inf` turns privacy off, with a warning; only without noise may
-    `max_grad_norm` be `math.inf`, which turns clipping off. `paper_accounting=True` accounts batches of a fixed size
+    `max_grad_norm` be `math.inf`, which turns clipping off. With `clipping="adaptive"` it is where the threshold
+    begins, which then follows the `target_quantile` of the norms, by a count with noise of `quantile_noise` examples in
+    the same release: at no further cost in epsilon, and with a little more noise on the gradients for it.
+
+    `paper_accounting=True` accounts batches of a fixed size
     as if they were Poisson ones, as papers do: no guarantee, and called none everywhere.
 
     >>> plan = Plan(dataset_size=60_000, batch_size=2_000, epochs=20, epsilon=3.0, delta=1e-5)
@@ -80,6 +84,8 @@ class Plan:
     max_batch_size: int | None
     examples_per_unit: int
     paper_accounting: bool
+    target_quantile: float | None
+    quantile_noise: float | None
 
     def __init__(
         self,
@@ -101,6 +107,8 @@ class Plan:
         max_batch_size: int | None = None,
         examples_per_unit: int = 1,
         paper_accounting: bool = False,
+        target_quantile: float | None = None,
+        quantile_noise: float | None = None,
     ) -> None:
         accounting.require_built(
             clipping=clipping, sampling=sampling, adjacency=adjacency, accountant=accountant, noise=noise
@@ -185,6 +193,7 @@ class Plan:
             "max_batch_size": chosen.max_batch_size,
             "examples_per_unit": chosen.examples_per_unit,
             "paper_accounting": paper_accounting,
+            **_quantile(clipping, noise, noise_multiplier, batch_size, target_quantile, quantile_noise),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -489,6 +498,32 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or math.isnan(value):
         raise PlanError(f"{name} must be a number, got {value!r}")
     return float(value)
+
+
+def _quantile(
+    clipping: str, noise: str, sigma: float, batch_size: int, target: float | None, count_noise: float | None
+) -> dict[str, float | None]:
+    """What adaptive clipping aims at, and the noise on its count, in examples: B/20 unless given."""
+    if clipping != "adaptive":
+        if target is not None or count_noise is not None:
+            raise PlanError(
+                f"target_quantile and quantile_noise have no meaning for clipping={clipping!r}; leave them out, or use "
+                "clipping='adaptive'"
+            )
+        return {"target_quantile": None, "quantile_noise": None}
+    if noise == "discrete":
+        raise PlanError("clipping='adaptive' has no grid that holds for every threshold; use noise='secure'")
+    target = 0.5 if target is None else _number("target_quantile", target)
+    if not 0 < target < 1:
+        raise PlanError(f"target_quantile={target} must be strictly between 0 and 1; 0.5 is the median of the norms")
+    count_noise = batch_size / 20 if count_noise is None else _number("quantile_noise", count_noise)
+    if not sigma / 2 < count_noise < math.inf:
+        raise PlanError(
+            f"quantile_noise={count_noise:g} must be finite and more than half of the noise multiplier "
+            f"({sigma / 2:g}): the count would cost more than the plan pays for; raise it, or batch_size, of which it "
+            "is a twentieth unless given"
+        )
+    return {"target_quantile": target, "quantile_noise": count_noise}
 
 
 def _checked_norm(value: Any, clipping: str, noise_multiplier: float) -> float:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diskdp.errors import (
     CheckpointError,
+    FilterError,
     GradientError,
     LowPrecisionWarning,
     NoiseError,
@@ -25,6 +26,7 @@ from diskdp.errors import (
     StuckWeightsWarning,
 )
 from diskdp.filters import Filter
+from diskdp.filters.states import KnowsNoise
 from diskdp.noise import KEYED_BY_SUM
 from diskdp.plan import Plan
 
@@ -115,11 +117,11 @@ def check_scheduler(scheduler: LRScheduler | None, optimizer: torch.optim.Optimi
         raise GradientError("the scheduler was made for another optimizer; make it from the one that privatize() gets")
 
 
-def check_finite(gradients: list[Tensor], parameters: Mapping[str, Tensor]) -> None:
+def check_finite(released: Mapping[str, Tensor]) -> None:
     """Stop on the noised result alone: the decision costs no privacy, and the weights are as they were."""
-    if math.isfinite(sum(g.sum().item() for g in gradients)):  # a pass as fast as memory; infinities do not cancel
+    if math.isfinite(sum(t.sum().item() for t in released.values())):  # a pass as fast as memory; infinities stay
         return
-    names = [name for name, g in zip(parameters, gradients) if not bool(g.isfinite().all())]
+    names = [name for name, t in released.items() if not bool(t.isfinite().all())]
     if names:
         raise NonFiniteError(
             f"{', '.join(names[:4])}: the noised gradient is not finite, so no weight was moved (the step is charged); "
@@ -180,6 +182,19 @@ def check_knowledge(optimizer: torch.optim.Optimizer, plan: Plan, filter: Filter
     """An optimizer that counts on some noise must get the noise of this plan, through this filter."""
     if isinstance(optimizer, KnowsPlan):
         optimizer.check_fits(plan, filter)
+
+
+def check_clipping(plan: Plan, filter: Filter) -> None:
+    """Adaptive clipping knows one threshold for one vector an example, and noise that changes with it."""
+    if plan.clipping != "adaptive":
+        return
+    if filter.clip == "separate":
+        raise FilterError("clipping='adaptive' takes clip='joint': its count is of one vector an example")
+    if isinstance(filter.start(), KnowsNoise):
+        raise FilterError(
+            f"{filter!r} counts on noise that stays as it is, and with clipping='adaptive' it changes with the "
+            "threshold; use a filter with a constant gain, or another clipping"
+        )
 
 
 def check_evaluations(optimizer: torch.optim.Optimizer) -> bool:

@@ -63,6 +63,7 @@ from diskdp.noise import DiscreteNoise, GaussianNoise, Grid, Secret, SecureNoise
 from diskdp.plan import Plan
 from diskdp.preflight import (
     Still,
+    check_clipping,
     check_evaluations,
     check_finite,
     check_fits,
@@ -75,6 +76,7 @@ from diskdp.preflight import (
     some_of,
     warn_of_low_precision,
 )
+from diskdp.quantile import COUNT, QuantileThreshold
 from diskdp.sampling import LogicalBatch, PrivateLoader, Units, sampler_for
 
 _STATE_FORMAT = "diskdp-training/1"
@@ -128,13 +130,15 @@ class PrivateTraining:
         self.memory_fit: Fit | None = None  # what "auto" found
         self._automatic = microbatch_size == "auto"
         self._memory_budget = None if memory_budget is None else parse_memory(memory_budget)
-        self.clipper = Clipper(plan.clipping, plan.max_grad_norm)
+        self._threshold = QuantileThreshold(plan) if plan.clipping == "adaptive" else None
+        self.clipper = Clipper("flat" if self._threshold else plan.clipping, plan.max_grad_norm)
         self._choose = Tuner().choose if autotune else choose
         self._engine = Engine(model, loss_fn)
         self._parameters = self._engine.parameters()
         self._forms = forms(self._parameters)
         check_optimizer(optimizer, self._parameters)
         check_knowledge(optimizer, plan, filter)
+        check_clipping(plan, filter)
         warn_of_low_precision(self._parameters)
         refuse_modules(model)
         self._needs_closure = check_evaluations(optimizer)
@@ -187,6 +191,8 @@ class PrivateTraining:
     @property
     def sensitivity(self) -> float:
         """S: what one example can contribute to the sum. The noise's standard deviation is σS."""
+        if self._threshold is not None:
+            return self._threshold.sensitivity
         if self.filter.clip == "separate":
             return self.clipper.sensitivity * sum(abs(a) for a in self.filter.coefficients)
         return self.clipper.sensitivity
@@ -271,17 +277,18 @@ class PrivateTraining:
         parts = len(batch.sizes) * len(self._passes())
         if isinstance(self._noise, DiscreteNoise):
             noised = self._summed_on_grid(batch, seen, self._noise)
-        elif parts == 1 and not self._automatic and isinstance(self._noise, GaussianNoise):
+        elif parts == 1 and not self._automatic and not self._threshold and isinstance(self._noise, GaussianNoise):
             noised = self._summed_onto_noise(batch, seen, self._noise)
         else:
             noised = self._summed_then_noised(batch, seen, self._noise)
         self._compromised = True  # until all is done, this step's sample and noise may be seen without its weights
         try:
-            gradients = noised()
-            # on disk before anything is computed from them that can be seen
-            self._ledger.record(self._release(step, gradients), self._affordable)
-            check_finite(gradients, self._parameters)
-            self._update(gradients)
+            released = noised()
+            # on disk before anything is computed from it that can be seen
+            self._ledger.record(self._release(step, released), self._affordable)
+            check_finite(released)
+            self._update(self._in_order(released))
+            self._adapt(released)
             self._left = some_of(self._parameters)
             self._step += 1
             self._compromised = False
@@ -301,15 +308,14 @@ class PrivateTraining:
                 stacklevel=3,
             )
 
-    def _release(self, step: int, gradients: list[Tensor] | None = None) -> Release:
+    def _release(self, step: int, released: Mapping[str, Tensor] | None = None) -> Release:
         """What stands for a step in the ledger: keyed hashes, which tell one from another and nothing else.
 
         Without a file nothing is ever run again under the same secret: then results need no name.
         """
         digest = ""
-        if gradients is not None and self._ledger.path is not None:
-            named = dict(zip(self._parameters, gradients))
-            digest = bound_key(self._secret, "result", step, (), named)[:16].hex()
+        if released is not None and self._ledger.path is not None:
+            digest = bound_key(self._secret, "result", step, (), released)[:16].hex()
         epoch = ""
         if self.plan.sampling == "shuffled":
             epoch = self._secret.derive("order of an epoch", step // self.plan.steps_per_epoch)[:16].hex()
@@ -386,6 +392,7 @@ class PrivateTraining:
             "secret": self._secret_name,
             "seeded": self._seeded,
             "microbatch_size": self.microbatch_size,
+            "threshold": None if self._threshold is None else self._threshold.value,
             "random": RandomState.capture().to_tree(),
             "scheduler": None if self.scheduler is None else _copied(self.scheduler.state_dict()),
             "model": {name: t.detach().clone() for name, t in self.model.state_dict().items()},
@@ -450,6 +457,9 @@ class PrivateTraining:
             self.scheduler.load_state_dict(state["scheduler"])
         if self._automatic:  # with as many examples at once as before, sums round as before
             self.microbatch_size = state["microbatch_size"]
+        if self._threshold is not None:
+            self._threshold.restore(state["threshold"])
+            self.clipper = Clipper("flat", self._threshold.value)
         self._step = int(state["step"])
         self._left = None
         self._renew_secret()
@@ -596,7 +606,9 @@ class PrivateTraining:
                 seen.add(clipped)
             yield weight, clipped
 
-    def _summed_onto_noise(self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise) -> Callable[[], list[Tensor]]:
+    def _summed_onto_noise(
+        self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise
+    ) -> Callable[[], dict[str, Tensor]]:
         """Clipped gradients of a batch in one part; what is returned sums them, in the memory of the noise.
 
         The noise does not depend on them and is made beside them.
@@ -605,16 +617,16 @@ class PrivateTraining:
         [(examples, microbatch)] = zip(batch.sizes, batch.microbatches())
         [(weight, clipped)] = self._clipped(microbatch, examples, seen)
 
-        def noised() -> list[Tensor]:
+        def noised() -> dict[str, Tensor]:
             drawn = None if noise is None else noise.result()
             onto = drawn and {name: z.to(self._parameters[name].device) for name, z in drawn.items()}
-            return self._in_order(clipped.summed(onto, weight / self.plan.batch_size))
+            return clipped.summed(onto, weight / self.plan.batch_size)
 
         return noised
 
     def _summed_then_noised(
         self, batch: LogicalBatch, seen: _Seen, source: GaussianNoise | SecureNoise
-    ) -> Callable[[], list[Tensor]]:
+    ) -> Callable[[], dict[str, Tensor]]:
         """The mean over a batch in several parts or none; what is returned adds the noise, in the mean's own memory."""
         sums = _Sums(self._clipped, self.plan.batch_size, seen)
         if self._automatic:
@@ -626,13 +638,18 @@ class PrivateTraining:
         if mean is None:
             mean = {name: torch.zeros_like(p, dtype=_sum_dtype(p)) for name, p in self._parameters.items()}
 
-        def noised() -> list[Tensor]:
+        def noised() -> dict[str, Tensor]:
+            if self._threshold is not None:
+                count = self._threshold.weight * seen.shorter_than_half() / self.plan.batch_size
+                mean[COUNT] = torch.tensor(count, dtype=torch.float64)
             source.add_to(mean, self._noise_std, self._step)
-            return self._in_order(mean)
+            return mean
 
         return noised
 
-    def _summed_on_grid(self, batch: LogicalBatch, seen: _Seen, source: DiscreteNoise) -> Callable[[], list[Tensor]]:
+    def _summed_on_grid(
+        self, batch: LogicalBatch, seen: _Seen, source: DiscreteNoise
+    ) -> Callable[[], dict[str, Tensor]]:
         """The sum in whole spacings of the grid, each part rounded to it; what is returned adds whole noise.
 
         Sum and noise are exact integers. The mean is computed of their sum, which has been privatised.
@@ -650,9 +667,9 @@ class PrivateTraining:
                 for name, part in grid.round(clipped.summed(weight=weight)).items():
                     totals[name] += part
 
-        def noised() -> list[Tensor]:
+        def noised() -> dict[str, Tensor]:
             released = source.add(totals, grid, self._step, torch.float64)
-            return [(released[n] / self.plan.batch_size).to(_sum_dtype(p)) for n, p in self._parameters.items()]
+            return {n: (released[n] / self.plan.batch_size).to(_sum_dtype(p)) for n, p in self._parameters.items()}
 
         return noised
 
@@ -712,6 +729,12 @@ class PrivateTraining:
 
     def _device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
+
+    def _adapt(self, released: Mapping[str, Tensor]) -> None:
+        """Take the threshold of adaptive clipping on, by what was released."""
+        if self._threshold is not None:
+            self._threshold.follow(float(released[COUNT]))
+            self.clipper = Clipper("flat", self._threshold.value)
 
     def _update(self, gradients: list[Tensor]) -> None:
         """Filter the privatised gradients, let the optimizer step along them, look ahead along the step it took."""
@@ -895,6 +918,10 @@ class _Seen:
         self._norms.append(clipped.norms_B)
         self._clipped.append(clipped.clipped_B)
         self._losses.append(clipped.losses_B.float())
+
+    def shorter_than_half(self) -> float:
+        """Σ (b_i - 1/2), b_i = 1 for an example that clipping left as it is."""
+        return sum(float((~clipped).sum()) - clipped.numel() / 2 for clipped in self._clipped)
 
     def result(self, step: int, batch_size: int) -> StepResult:
         if not self._losses:

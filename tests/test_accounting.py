@@ -253,7 +253,6 @@ def test_nothing_is_logged_by_the_way(caplog: pytest.LogCaptureFixture) -> None:
     [
         ("sampling", "balls-in-bins", "poisson, truncated-poisson, fixed-size, shuffled"),
         ("noise", "correlated", "gaussian, secure, discrete"),
-        ("clipping", "adaptive", "flat, automatic, normalized, per-layer"),
         ("accountant", "gdp", "pld, rdp"),
     ],
 )

@@ -231,7 +231,7 @@ def test_flags_override_the_file(folder: Path) -> None:
     assert config["optimizer"]["lr"] == 0.25
     assert config["optimizer"]["options"] == {"momentum": 0.5}
     assert config["filter"] | {} == {
-        "kind": "lowpass", "kappa": 0.4, "gamma": None, "clip": None, "c": None, "a": None, "b": None
+        "kind": "lowpass", "kappa": 0.4, "gamma": None, "clip": None, "c": None, "gain": None, "a": None, "b": None
     }  # fmt: skip
     assert json.loads((other / "release" / "card.json").read_text())["filter"] == "LowPass(kappa=0.4)"
 

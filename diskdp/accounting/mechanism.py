@@ -15,7 +15,7 @@ from diskdp.errors import PlanError
 
 # Setting -> (what has been built, what is known by name but has not).
 _CHOICES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "clipping": (("flat", "automatic", "normalized", "per-layer"), ("adaptive",)),
+    "clipping": (("flat", "automatic", "normalized", "per-layer", "adaptive"), ()),
     "sampling": (("poisson", "truncated-poisson", "fixed-size", "shuffled"), ("balls-in-bins",)),
     "adjacency": (("add-remove", "replace-one", "zero-out"), ()),
     "accountant": (("pld", "rdp"), ("prv", "gdp")),

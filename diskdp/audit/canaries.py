@@ -115,6 +115,8 @@ def draw(
             progress(number * steps + step + 1, trainings * steps)
             if step + 1 == steps:
                 break
+        if plan.clipping == "adaptive":
+            raise AuditError("clipping='adaptive' releases a count too, which is not audited; audit with 'flat'")
         unit = Clipper(plan.clipping, plan.max_grad_norm).sensitivity
         released_STK = np.stack(course.seen) * (plan.batch_size / unit)
         released_KST = np.einsum("st,tpk->ksp", undo, released_STK)

@@ -68,6 +68,8 @@ def build_plan(config: PlanConfig, rows: int, seeded: bool) -> Plan:
         max_batch_size=config.max_batch_size,
         examples_per_unit=config.examples_per_unit,
         paper_accounting=config.paper_accounting,
+        target_quantile=config.target_quantile,
+        quantile_noise=config.quantile_noise,
     )
 
 

@@ -83,6 +83,8 @@ class PlanConfig:
     max_batch_size: int | None = None
     examples_per_unit: int = 1
     paper_accounting: bool = False
+    target_quantile: float | None = None
+    quantile_noise: float | None = None
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,12 @@ class RunFolder:
         own = {name for name, _ in named}  # whatever else a module adds to its state stays here
         state = {name: t for name, t in model.state_dict().items() if name in own}
         weights = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
-        partial = self.weights.with_suffix(".partial")
-        save_file(weights, partial, metadata={"format": "pt"})
-        os.replace(partial, self.weights)
+        room = self.private / ".weights.partial"  # what a kill leaves of it stays out of what may be released
+        shutil.rmtree(room, ignore_errors=True)
+        room.mkdir()
+        save_file(weights, room / "weights", metadata={"format": "pt"})
+        os.replace(room / "weights", self.weights)
+        room.rmdir()
         (self.release / "card.json").write_text(card.to_json() + "\n", encoding="utf-8")
         (self.release / "card.md").write_text(card.to_markdown(), encoding="utf-8")
 

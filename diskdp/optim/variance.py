@@ -16,7 +16,7 @@ import torch
 from scipy.linalg import solve_discrete_lyapunov
 
 from diskdp.clipping import Clipper
-from diskdp.errors import FilterError
+from diskdp.errors import FilterError, OptimizerError
 from diskdp.filters import DiSK, Filter, LowPass, NoFilter
 from diskdp.plan import Plan
 
@@ -39,6 +39,8 @@ def noise_std(plan: Plan, filter: Filter) -> float:
     """
     if plan.noise_multiplier == 0:
         return 0.0  # also where nothing is clipped and S is infinite
+    if plan.clipping == "adaptive":
+        raise OptimizerError("clipping='adaptive' changes the noise with its threshold; choose another clipping")
     sensitivity = Clipper(plan.clipping, plan.max_grad_norm).sensitivity
     if filter.clip == "separate":
         sensitivity *= sum(abs(a) for a in filter.coefficients)

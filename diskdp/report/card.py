@@ -32,6 +32,8 @@ _CLIPPING = {
     "flat": "flat: each {record}'s gradient is shortened to norm C if it is longer",
     "automatic": "automatic: each {record}'s gradient is scaled by C / (norm + 0.01)",
     "normalized": "normalised: each {record}'s gradient is scaled by min(1/C, 1/norm)",
+    "adaptive": "adaptive: each {record}'s gradient is shortened to a threshold if it is longer, which begins at C and "
+    "follows a quantile of the norms, by a count that is released with the gradients and noised with them",
     "per-layer": "per layer: each of L layers' gradients is shortened to norm C/√L",
 }
 _ACCOUNTANTS = {
