@@ -199,6 +199,7 @@ class RunFolder:
         own = {name for name, _ in named}  # whatever else a module adds to its state stays here
         state = {name: t for name, t in model.state_dict().items() if name in own}
         weights = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
+        self.private.mkdir(mode=0o700, exist_ok=True)
         room = self.private / ".weights.partial"  # what a kill leaves of it stays out of what may be released
         shutil.rmtree(room, ignore_errors=True)
         room.mkdir()
