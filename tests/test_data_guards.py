@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.profiler import ProfilerActivity
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
@@ -28,6 +29,7 @@ from torch.utils.data import (
 
 from diskdp import Plan, privatize
 from diskdp.errors import SamplingError
+from diskdp.memory import _quiet_profiler
 from diskdp.noise import Secret
 from diskdp.sampling import PoissonSampler, PrivateLoader, refuse_mixing
 from diskdp.sampling.generators import Randomness
@@ -778,7 +780,7 @@ def test_few_records_are_fetched_and_little_time_is_taken() -> None:
 def test_an_example_that_is_a_view_does_not_copy_the_data_set() -> None:
     """Of 4 examples 80 times over, 8 kB; the whole is 40 MB each time."""
     data = TensorDataset(torch.zeros(10_000, 1000))
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with _quiet_profiler(), torch.profiler.profile(profile_memory=True, activities=[ProfilerActivity.CPU]) as profile:
         refuse_mixing(data, lambda examples: [x * torch.rand(()) for [x] in examples])
     largest = max(event.cpu_memory_usage for event in profile.events())
     assert largest < 1e6
