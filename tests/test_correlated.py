@@ -222,9 +222,9 @@ def test_vectors_that_differ_do_not_beat_equal_ones() -> None:
 
 @pytest.mark.parametrize("strategy", [Banded.square_root(3), BLT((0.5, 0.3), (0.9, 0.5))])
 def test_steps_made_again_cost_at_most_a_mechanism_more(strategy: Strategy) -> None:
-    """Steps 4 to 7 are released, lost and made again with other sums: rows 0 to 7, then rows 4 to 11 of a second branch.
+    """Steps 4 to 7 are released, lost and made again with other sums: rows 0 to 7, then rows 4 to 11 of another branch.
 
-    Up to step 3 both branches have the same vectors of a record, from there on each its own (columns after the first 8).
+    Up to step 3 both branches have the same vectors of a record, from there on each its own (columns from the 8th on).
     """
     steps, back, lost = 12, 4, 8
     matrix = encoder(strategy, steps)
