@@ -74,6 +74,11 @@ class Releases:
         if release.epoch:
             self._epochs[release.epoch] = max(self._epochs.get(release.epoch, 0), self._times(release.sample), 1)
 
+    @property
+    def epochs(self) -> list[str]:
+        """The orders of the records of which batches were released."""
+        return list(self._epochs)
+
     def has(self, release: Release) -> bool:
         return bool(release.digest) and release.digest in self._digests.get(release.sample, ())
 
@@ -159,9 +164,8 @@ class Ledger:
         return self._own_releases.counts_with(release)
 
     def go_on_as(self, run: str) -> None:
-        """This is the run of that name, if the ledger has it; else it keeps a name of its own."""
-        self._catch_up()
-        if run in self._plans:
+        """This is the run of that name in the account."""
+        if self._account is not None:
             self.run = run
 
     @property
@@ -205,10 +209,12 @@ class Ledger:
         ``epochs``: of so many orders of the records, if batches are cut from orders.
         """
         with self._opened() as file:
-            missing = range(self.spent, count)
-            known = sum(self.releases.values())
-            names = [f"restored {number}" for number in range(max(1, epochs - known))] if epochs else [""]
-            self._append(file, [Release(step, epoch=names[step % len(names)]) for step in missing])
+            own, labels = self._own_releases, [""]
+            unseen = max(0, epochs - sum(own.counts.values()))
+            if epochs:  # what is missing is of orders that nothing here is of, or else of one that is known
+                labels = [f"restored {secrets.token_hex(8)}" for _ in range(unseen)] or own.epochs[-1:]
+            missing = max(count - own.total, unseen)
+            self._append(file, [Release(own.total + n, epoch=labels[n % len(labels)]) for n in range(missing)])
 
     @property
     def _own_releases(self) -> Releases:
@@ -455,13 +461,17 @@ def _body(line: bytes) -> dict[str, Any] | None:
 
 
 def _cut_short(line: bytes) -> bool:
-    """Whether a line may be the beginning of an entry.
+    """Whether a line may be the beginning of an entry, and no more than that.
 
-    >>> _cut_short(b'{"run": "abc", "st'), _cut_short(b"something else")
-    (True, False)
+    >>> _cut_short(b'{"run": "abc", "st'), _cut_short(b"something else"), _cut_short(b'{"run": "abc"}')
+    (True, False, False)
     """
     start = b'{"run": "'
-    return start.startswith(line) or (line.startswith(start) and not line.endswith(b"}"))
+    try:
+        json.loads(line)
+    except ValueError:
+        return start.startswith(line) or line.startswith(start)
+    return False
 
 
 def _torn(file: IO[bytes]) -> bytes:

@@ -503,7 +503,10 @@ def _number(name: str, value: Any) -> float:
 def _quantile(
     clipping: str, noise: str, sigma: float, batch_size: int, target: float | None, count_noise: float | None
 ) -> dict[str, float | None]:
-    """What adaptive clipping aims at, and the noise on its count, in examples: B/20 unless given."""
+    """What adaptive clipping aims at, and the noise on its count, in examples: B/20 unless given, or 1.2 σ if more.
+
+    At 1.2 σ the noise on the gradients is 10% larger than σ.
+    """
     if clipping != "adaptive":
         if target is not None or count_noise is not None:
             raise PlanError(
@@ -516,12 +519,11 @@ def _quantile(
     target = 0.5 if target is None else _number("target_quantile", target)
     if not 0 < target < 1:
         raise PlanError(f"target_quantile={target} must be strictly between 0 and 1; 0.5 is the median of the norms")
-    count_noise = batch_size / 20 if count_noise is None else _number("quantile_noise", count_noise)
+    count_noise = max(batch_size / 20, 1.2 * sigma) if count_noise is None else _number("quantile_noise", count_noise)
     if not sigma / 2 < count_noise < math.inf:
         raise PlanError(
             f"quantile_noise={count_noise:g} must be finite and more than half of the noise multiplier "
-            f"({sigma / 2:g}): the count would cost more than the plan pays for; raise it, or batch_size, of which it "
-            "is a twentieth unless given"
+            f"({sigma / 2:g}): the count would cost more than the plan pays for; raise it, or leave it out"
         )
     return {"target_quantile": target, "quantile_noise": count_noise}
 

@@ -25,7 +25,7 @@ from diskdp.errors import (
     NonFiniteError,
     StuckWeightsWarning,
 )
-from diskdp.filters import Filter
+from diskdp.filters import AdaptiveGain, DiSK, Filter
 from diskdp.filters.states import KnowsNoise
 from diskdp.noise import KEYED_BY_SUM
 from diskdp.plan import Plan
@@ -190,7 +190,12 @@ def check_clipping(plan: Plan, filter: Filter) -> None:
         return
     if filter.clip == "separate":
         raise FilterError("clipping='adaptive' takes clip='joint': its count is of one vector an example")
-    if isinstance(filter.start(), KnowsNoise):
+    gain = filter.gain if isinstance(filter, DiSK) else None
+    if isinstance(gain, AdaptiveGain):
+        counts_on_noise = gain.noise_var is None
+    else:
+        counts_on_noise = gain == "adaptive" or (gain is None and isinstance(filter.start(), KnowsNoise))
+    if counts_on_noise:
         raise FilterError(
             f"{filter!r} counts on noise that stays as it is, and with clipping='adaptive' it changes with the "
             "threshold; use a filter with a constant gain, or another clipping"

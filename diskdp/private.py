@@ -326,7 +326,7 @@ class PrivateTraining:
         whole = {1: self.plan.steps}
         spent = samples(self.plan, releases)
         if not self.plan.is_private:
-            return sum(times * count for times, count in spent.items()) <= self.plan.steps
+            return self._ledger.spent < self.plan.steps
         if self.plan.sampling == "shuffled" or not spent.keys() <= {1}:
             enough = self.plan.epsilon_of(spent) <= self.plan.epsilon_of(whole)
         else:
@@ -389,6 +389,7 @@ class PrivateTraining:
             "epochs": sum(self._ledger.releases.values()) if self.plan.sampling == "shuffled" else 0,
             "ledger": self._ledger.head,
             "run": self._ledger.run,
+            "account": self._ledger.account is not None,
             "secret": self._secret_name,
             "seeded": self._seeded,
             "microbatch_size": self.microbatch_size,
@@ -441,7 +442,10 @@ class PrivateTraining:
                 else "the checkpoint was made without a scheduler; resume without one"
             )
         check_fits(self.model, state["model"])
-        self._ledger.go_on_as(state["run"])
+        self._compromised = True  # until there is a new secret
+        another_key = self._kept and state["secret"] != self._secret_name
+        if state["account"] and not another_key:  # under another key it is a run of its own, with the same past
+            self._ledger.go_on_as(state["run"])
         self._ledger.at_least(int(state["spent"]), int(state["epochs"]))
         self._seeded = self._seeded or bool(state["seeded"])
         self.model.load_state_dict(state["model"])
@@ -463,7 +467,7 @@ class PrivateTraining:
         self._step = int(state["step"])
         self._left = None
         self._renew_secret()
-        if self._kept and state["secret"] != self._secret_name:
+        if another_key:
             warnings.warn(
                 f"the checkpoint was made under another key than this run's, so steps after step {self._step} are "
                 "drawn anew and charged again; resume with the run's own key if it was lost by mistake",

@@ -252,4 +252,6 @@ def _with_noise(plan: Plan, noise_multiplier: float) -> Plan:
         max_batch_size=plan.max_batch_size,
         examples_per_unit=plan.examples_per_unit,
         paper_accounting=plan.paper_accounting,
+        target_quantile=plan.target_quantile,
+        quantile_noise=None if plan.quantile_noise is None else max(plan.quantile_noise, 1.2 * noise_multiplier),
     )

@@ -307,14 +307,16 @@ def test_accounts_that_bound_nothing(account: Account, path: Path) -> None:
     assert not path.exists()
 
 
-def test_runs_that_were_in_no_ledger_stay_apart_in_an_account(path: Path) -> None:
-    """Both come from checkpoints of one plan: that they have its name does not make them one run."""
-    open_account(path, Account(2.0, 1e-5))
-    for _ in range(2):
-        ledger = Ledger(path, "abc", "plan a")
-        ledger.go_on_as("abc")
-        ledger.at_least(3)
-    assert [counts for _, counts in read_account(path)[1]] == [{1: 3}, {1: 3}]
+def test_restored_orders_never_count_fewer(path: Path) -> None:
+    """After any sequence of restored states there are as many releases and orders as the largest of them says."""
+    for ledger in (Ledger(None, "abc"), Ledger(path, "abc")):
+        most = most_orders = 0
+        for count, orders in ((5, 1), (10, 2), (3, 1), (10, 4), (12, 4), (15, 5)):
+            ledger.at_least(count, orders)
+            most, most_orders = max(most, count), max(most_orders, orders)
+            assert ledger.spent >= most
+            assert sum(ledger.releases.values()) == most_orders
+    assert Ledger(path, "abc").releases == {1: 5}
 
 
 @pytest.mark.parametrize("where", ["before", "after"])
@@ -389,3 +391,15 @@ def test_a_link_to_a_ledger_is_the_same_ledger(path: Path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_plan_that_was_cut_at_its_own_brace(path: Path) -> None:
+    """Every length of an account's first entries: nothing was released before the last is whole."""
+    open_account(path, Account(2.0, 1e-5))
+    begun = path.read_bytes()
+    Ledger(path, "abc", '{"a": {"b": 1}}').record(Release(0, "a batch", "x"), anything)
+    whole = path.read_bytes()
+    for length in range(len(begun), len(whole)):
+        path.write_bytes(whole[:length])
+        assert sum(sum(counts.values()) for _, counts in read_account(path)[1]) <= 1
+        assert Ledger(path, "abc", "{}").record(Release(0, "another batch", "y"), anything)

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 from diskdp import DiSK, NoFilter, Plan, privatize
 from diskdp.errors import FilterError
+from diskdp.filters import GainSchedule
 from diskdp.quantile import COUNT, QuantileThreshold
 
 N, B = 400, 400
@@ -153,3 +154,23 @@ def test_what_does_not_go_with_it() -> None:
         trained(make(), norms, 1, filter=DiSK(clip="separate"))
     with pytest.raises(FilterError, match="changes with the threshold"):
         trained(make(), norms, 1, filter=DiSK(gain="adaptive"))
+
+
+def test_a_schedule_counts_on_no_noise() -> None:
+    norms = torch.linspace(0.5, 5.0, N, dtype=torch.float64)
+    filter = DiSK(gamma=0.5, gain=GainSchedule((1.0, 0.8, 0.6)))
+    assert len(trained(make(), norms, 3, filter=filter)[1]) == 3
+
+
+def test_small_batches_keep_the_noise_on_gradients_near_the_plans() -> None:
+    plan = make(batch_size=20, noise_multiplier=5.9)
+    assert QuantileThreshold(plan).sensitivity == pytest.approx(1.1, rel=0.01)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_examples_that_are_not_finite_count_as_long() -> None:
+    torch.manual_seed(0)
+    norms = torch.full((N,), 0.5, dtype=torch.float64)
+    norms[: N // 2] = math.inf
+    _, thresholds = trained(make(quantile_noise=1.0, target_quantile=0.5), norms, 1)
+    assert abs(math.log(thresholds[0])) < 0.01  # half are short

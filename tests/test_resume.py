@@ -24,10 +24,11 @@ from diskdp.errors import (
     NewKeyWarning,
     NoiseError,
     NonFiniteError,
+    NotPrivateWarning,
     OtherUpdateWarning,
     StuckWeightsWarning,
 )
-from diskdp.ledger import Ledger
+from diskdp.ledger import Account, Ledger, open_account, read_account
 from diskdp.noise import Secret
 
 N = 40
@@ -486,3 +487,70 @@ def test_updates_of_ones_own_between_steps_are_noticed(tmp_path: Path, recwarn: 
     found = [str(w.message) for w in recwarn if issubclass(w.category, OtherUpdateWarning)]
     assert len(found) == 1
     assert "between steps 3 and 4" in found[0]
+
+
+def test_a_load_that_is_interrupted_leaves_no_secret_in_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Between the weights and the new secret: the step that is due again must not have the noise that it had."""
+    private = training(tmp_path, "gaussian")
+    start = private.state_dict()
+    some_steps(private, 1)
+    before = private._secret.key
+
+    def interrupted(self: Any, state: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(private._filter_state), "load_state_dict", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            private.load_state_dict(start)
+    private.loader(data())
+    assert private._secret.key != before
+
+
+def test_shuffled_steps_without_noise_go_to_the_end() -> None:
+    model = nn.Linear(6, 4)
+    with pytest.warns(NotPrivateWarning):
+        plan = Plan(
+            dataset_size=N,
+            batch_size=9,
+            steps=7,
+            noise_multiplier=0.0,
+            delta=1e-3,
+            sampling="shuffled",
+            adjacency="zero-out",
+        )
+    private = privatize(model, torch.optim.SGD(model.parameters(), lr=0.1), plan, loss_fn=classify, filter=NoFilter())
+    some_steps(private, 7)
+    assert private.steps_done == 7
+
+
+def test_a_run_of_an_account_that_is_cut_off_twice_before_it_saves(tmp_path: Path) -> None:
+    """Its name is in no entry when it saves first, and in all of them afterwards."""
+    open_account(tmp_path / "ledger.jsonl", Account(50.0, 1e-3))
+    first = training(tmp_path)
+    start = first.state_dict()
+    weights = some_steps(first, 0 + 1)
+    second = training(tmp_path)
+    second.load_state_dict(start)
+    assert all(torch.equal(a, b) for a, b in zip(weights, some_steps(second, 1)))
+    third = training(tmp_path)
+    third.load_state_dict(start)
+    some_steps(third, 3)
+    assert third.steps_charged == 3
+    assert len(read_account(tmp_path / "ledger.jsonl")[1]) == 1
+
+
+def test_a_copy_in_an_account_is_a_run_of_its_own(tmp_path: Path) -> None:
+    """Under a key of its own, with the past that it shares counted for both."""
+    open_account(tmp_path / "ledger.jsonl", Account(50.0, 1e-3))
+    original = training(tmp_path)
+    some_steps(original, 3)
+    state = original.state_dict()
+    (tmp_path / "key").rename(tmp_path / "original's key")
+    copy = training(tmp_path)
+    with pytest.warns(NewKeyWarning):
+        copy.load_state_dict(state)
+    some_steps(copy, 5)
+    assert copy.steps_done == 8
+    assert copy.steps_charged == 8
+    assert sorted(sum(counts.values()) for _, counts in read_account(tmp_path / "ledger.jsonl")[1]) == [3, 8]

@@ -178,7 +178,7 @@ def _clip(
     safe_GB = norms_GB * (1 + relative_slack(dtype, points) + further_slack) + error_GB
     factors_GB = clipper.factors(safe_GB).masked_fill(bad_B, 0)
     factors = {name: factors_B for group, factors_B in zip(groups, factors_GB) for name in group}
-    shortened_B = clipper.shortens(norms_GB)
+    shortened_B = clipper.shortens(norms_GB) | bad_B  # what is not finite is left out
     return Clipped(terms, factors, gradients.zeros, squares_GB.sum(0).sqrt(), shortened_B, gradients.losses_B)
 
 

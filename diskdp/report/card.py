@@ -33,7 +33,8 @@ _CLIPPING = {
     "automatic": "automatic: each {record}'s gradient is scaled by C / (norm + 0.01)",
     "normalized": "normalised: each {record}'s gradient is scaled by min(1/C, 1/norm)",
     "adaptive": "adaptive: each {record}'s gradient is shortened to a threshold if it is longer, which begins at C and "
-    "follows a quantile of the norms, by a count that is released with the gradients and noised with them",
+    "follows the {target}-quantile of the norms, by a count that is released with the gradients, noised with them (by "
+    "{count} records) and part of S, which is that of the last threshold",
     "per-layer": "per layer: each of L layers' gradients is shortened to norm C/√L",
 }
 _ACCOUNTANTS = {
@@ -152,7 +153,7 @@ def card_of(private: PrivateTraining, public: Sequence[str] = ()) -> PrivacyCard
         noise=plan.noise,
         noise_multiplier=plan.noise_multiplier,
         noise_source=_noise_source(private),
-        clipping=_CLIPPING[plan.clipping].format(record=record),
+        clipping=_CLIPPING[plan.clipping].format(record=record, target=plan.target_quantile, count=plan.quantile_noise),
         max_grad_norm=plan.max_grad_norm,
         sensitivity=private.sensitivity,
         filter=repr(private.filter),
