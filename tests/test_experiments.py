@@ -188,7 +188,7 @@ def test_reproduce_writes_figure_numbers_and_settings(
     assert {"command", "settings", "versions"} <= set(record)
     assert str(out / "numbers.csv") in capsys.readouterr().out
     if experiment == "linear-regression":
-        assert len(rows) == 5 * len(record["settings"]["noise_stds"]) * 2
+        assert len(rows) == 6 * len(record["settings"]["noise_stds"]) * 2
         assert {row["method"] for row in rows} >= {"noisy GD", "low pass", "DiSK"}
         first = next(row for row in rows if row["method"] == "noisy GD")
         assert float(first["ratio_mean"]) == 1

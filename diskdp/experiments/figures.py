@@ -19,6 +19,7 @@ _LOOKS = {
     "noisy GD": ("#444444", "-", "o"),
     "low pass": ("#009E73", (0, (5, 1.8)), "s"),
     "DiSK": ("#D55E00", "-", "D"),
+    "DiSK, Kalman gain": ("#E69F00", (0, (3, 1.2)), "P"),
     "noisy GD, falling rate": ("#56B4E9", (0, (1.6, 1.4)), "^"),
     "DiSK, falling rate": ("#CC79A7", (0, (6, 1.6, 1.4, 1.6)), "v"),
 }

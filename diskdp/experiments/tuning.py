@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diskdp.filters import DiSK, LowPass
+from diskdp.filters import DiSK, KalmanGain, LowPass
 from diskdp.filters.disk import Filter
 
 KAPPAS = (0.03, 0.1, 0.3, 0.7)
@@ -59,6 +59,17 @@ def two_point_filters(kappas: Sequence[float], gammas: Sequence[float]) -> list[
     return [DiSK(kappa=kappa, gamma=gamma) for kappa in kappas for gamma in gammas]
 
 
+def kalman_gain_filters(steady: Sequence[float], gammas: Sequence[float]) -> list[Filter]:
+    """DiSK with the gains of a Kalman filter, which fall from 1 to a steady one: σ_v²/σ_w² = κ²/(1-κ), σ_H = 0.
+
+    >>> [filter] = kalman_gain_filters([0.1], [0.5])
+    >>> describe(filter)
+    'k∞=0.1 γ=0.5'
+    """
+    gains = [KalmanGain(1.0, 0.0, kappa**2 / (1 - kappa)) for kappa in steady]
+    return [DiSK(gamma=gamma, gain=gain) for gain in gains for gamma in gammas]
+
+
 def describe(filter: Filter) -> str:
     """κ and γ, as the tables show them.
 
@@ -68,5 +79,7 @@ def describe(filter: Filter) -> str:
     """
     if isinstance(filter, DiSK):
         ahead = "" if filter.gamma is None else f" γ={filter.gamma:g}"
+        if isinstance(filter.gain, KalmanGain):
+            return f"k∞={filter.gain.steady:.3g}{ahead}"
         return f"κ={filter.kappa:g}{ahead}" + ("" if filter.c is None else f" c={filter.c:.4g}")
     return f"κ={filter.kappa:g}" if isinstance(filter, LowPass) and filter.kappa is not None else ""
