@@ -1,7 +1,7 @@
 """Trains in children that are killed at random instants and resumed, and says what came of it.
 
-Run by tests/test_resume.py in a process of its own: `python -m tests.killed FOLDER KILLS SEED`. Forked children spare
-the imports, so that a hundred kills take seconds.
+Run by tests/test_resume.py in a process of its own: `python -m tests.killed FOLDER KILLS SEED [KIND]`. Forked children
+spare the imports, so that a hundred kills take seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,17 @@ from diskdp.ledger import Ledger
 STEPS = 30
 RECORDS = 50
 PLAN = {"dataset_size": RECORDS, "batch_size": 12, "steps": STEPS, "noise_multiplier": 1.0, "delta": 1e-3}
+KINDS = {
+    "secure": {"noise": "secure"},
+    "discrete": {"noise": "discrete"},
+    "adaptive": {"noise": "secure", "clipping": "adaptive"},
+    "shuffled": {"noise": "secure", "sampling": "shuffled", "adjacency": "zero-out"},
+}
+kind = "secure"
+
+
+def plan() -> Plan:
+    return Plan(**PLAN, **KINDS[kind])  # type: ignore[arg-type]
 
 
 class Augmented(Dataset):
@@ -52,7 +63,6 @@ def training(folder: Path) -> PrivateTraining:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    plan = Plan(**PLAN, noise="secure")  # type: ignore[arg-type]
     settings = {
         "loss_fn": loss_fn,
         "filter": DiSK(0.7, 0.5),
@@ -61,8 +71,8 @@ def training(folder: Path) -> PrivateTraining:
         "key_path": folder / "key",
     }
     if (folder / "checkpoint").exists():
-        return privatize.resume(folder / "checkpoint", model, optimizer, plan, **settings)
-    return privatize(model, optimizer, plan, **settings)
+        return privatize.resume(folder / "checkpoint", model, optimizer, plan(), **settings)
+    return privatize(model, optimizer, plan(), **settings)
 
 
 def train(folder: Path, seen: int | None = None, checkpoint_every: int = 4) -> None:
@@ -134,7 +144,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
             if not killed and status:
                 faults.append(f"run {run}: did not go on (status {status})")
                 break
-            spent = Ledger(cut / "ledger.jsonl", Plan(**PLAN, noise="secure").fingerprint).spent  # type: ignore[arg-type]
+            spent = Ledger(cut / "ledger.jsonl", plan().fingerprint).spent
             if spent < len(shown):
                 faults.append(f"run {run}: {len(shown)} results were seen and {spent} charged")
         else:
@@ -147,4 +157,5 @@ def main(folder: Path, kills: int, seed: int) -> None:
 
 
 if __name__ == "__main__":
+    kind = sys.argv[4] if len(sys.argv) > 4 else kind
     main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
