@@ -883,3 +883,32 @@ def test_a_damaged_configuration(text: str, folder: Path, capsys: pytest.Capture
 def test_an_empty_folder_is_as_good_as_none(folder: Path) -> None:
     (folder / "out").mkdir()
     assert train(folder) == 0
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_units_of_several_rows(ending: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A column names each row's person: a plan for one row each is refused, one for two is checked, and says so."""
+    schema = (folder / "schema.toml").read_text()
+    (folder / "schema.toml").write_text(schema + 'columns.who = { kind = "unit" }\n')
+    for name in ("train", "test"):
+        header, *rows = (folder / f"{name}.csv").read_text().splitlines()
+        lines = [f"{header},who", *(f"{row},p{number // 2}" for number, row in enumerate(rows))]
+        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        if ending == "parquet":
+            table = pytest.importorskip("pyarrow.csv").read_csv(folder / f"{name}.csv")
+            pytest.importorskip("pyarrow.parquet").write_table(table, folder / f"{name}.parquet")
+    if ending == "parquet":
+        edit(
+            folder, 'kind = "csv"\ntrain = "train.csv"\ntest = "test.csv"', 'kind = "parquet"\ntrain = "train.parquet"'
+        )
+    assert train(folder) == 2
+    assert "examples_per_unit" in one_error(capsys)
+    assert not (folder / "out").exists()
+    assert train(folder, "--set", "plan.examples_per_unit=2") == 0
+    assert any("checked against the units" in line for line in card(folder)["public"])  # type: ignore[union-attr]
+    assert "who: names each record's unit, no feature" in capsys.readouterr().out
+    if ending == "csv":
+        text = (folder / "train.csv").read_text()
+        (folder / "train.csv").write_text(text.replace(",p3\n", ",\n", 1))
+        assert train(folder, "--out", str(folder / "second")) == 2
+        assert re.search("row 7 .*the unit is missing", one_error(capsys))

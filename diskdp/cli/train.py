@@ -131,7 +131,7 @@ def execute(config: RunConfig, code_folder: Path, resume: bool) -> None:
         folder.create(resolved)
     try:
         private = _training(config, folder, begun, model, optimizer, plan, filter)
-        loader = private.loader(split.train, num_workers=config.run.num_workers)
+        loader = private.loader(split.train, num_workers=config.run.num_workers, units=split.units)
     except BaseException:
         if not resume:
             folder.discard()

@@ -5,7 +5,7 @@ N, bounds, categories, classes and scaling constants are taken as public; nothin
 
 from diskdp.datasets.images import SCALINGS, Scaling, load_images
 from diskdp.datasets.packaged import adult
-from diskdp.datasets.schema import Categorical, Ignored, Label, Numeric, Schema
+from diskdp.datasets.schema import Categorical, Ignored, Label, Numeric, Schema, Unit
 from diskdp.datasets.split import DataInfo, Split
 from diskdp.datasets.tables import load_table
 
@@ -19,6 +19,7 @@ __all__ = [
     "Scaling",
     "Schema",
     "Split",
+    "Unit",
     "adult",
     "load_images",
     "load_table",

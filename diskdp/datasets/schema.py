@@ -136,6 +136,14 @@ class Ignored:
 
 
 @dataclass(frozen=True)
+class Unit:
+    """The column that names each record's unit (a person, a device); no feature is made of it."""
+
+    name: str
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class Label:
     """The column to predict, and its classes in the order of their numbers."""
 
@@ -172,6 +180,7 @@ class Schema:
     missing: tuple[str, ...] = ()
     delimiter: str | None = None
     origin: str = ""
+    unit: Unit | None = None
 
     def __post_init__(self) -> None:
         _require(len(self.columns) > 0, "columns", "at least one numeric or categorical column is needed")
@@ -217,7 +226,13 @@ class Schema:
     @property
     def declared(self) -> tuple[str, ...]:
         """Names of all columns that a file must have, the label's last."""
-        return (*(column.name for column in (*self.columns, *self.ignored)), self.label.name)
+        return (*(column.name for column in (*self.columns, *self.ignored)), *self.used[len(self.columns) :])
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """Names of the columns that are read: features, the unit if there is one, the label."""
+        unit = () if self.unit is None else (self.unit.name,)
+        return (*(column.name for column in self.columns), *unit, self.label.name)
 
     @property
     def n_features(self) -> int:
@@ -241,6 +256,8 @@ class Schema:
         total = f"schema {self.name}: {size}; nothing is learned from rows"
         uses = [(column.name, column.describe(), column.source) for column in self.columns]
         uses.append((self.label.name, f"label, classes {', '.join(self.label.classes)}", self.label.source))
+        if self.unit is not None:
+            uses.append((self.unit.name, "names each record's unit, no feature", self.unit.source))
         uses += [(column.name, "not used", column.source) for column in self.ignored]
         return (total, *(f"{name}: {use} ({source or declared})" for name, use, source in uses))
 
@@ -299,7 +316,7 @@ def _texts(value: object, key: str) -> tuple[str, ...]:
     return tuple(str(item) for item in items)
 
 
-def _column(name: str, value: object) -> Numeric | Categorical | Ignored:
+def _column(name: str, value: object) -> Numeric | Categorical | Ignored | Unit:
     key = f"columns.{name}"
     table = _table(value, key)
     kind = _text(table.get("kind"), f"{key}.kind")
@@ -323,19 +340,22 @@ def _column(name: str, value: object) -> Numeric | Categorical | Ignored:
             missing=_flag(table.get("missing", False), f"{key}.missing"),
             source=source,
         )
-    _require(kind == "ignored", f"{key}.kind", f'must be "numeric", "categorical" or "ignored", got "{kind}"')
+    known = 'must be "numeric", "categorical", "unit" or "ignored"'
+    _require(kind in ("unit", "ignored"), f"{key}.kind", f'{known}, got "{kind}"')
     _keys(table, key, ("kind", "source"))
-    return Ignored(name, source)
+    return Unit(name, source) if kind == "unit" else Ignored(name, source)
 
 
 def _schema(document: Mapping[str, object], origin: str) -> Schema:
     _keys(document, "", ("name", "missing", "delimiter", "label", "columns"))
     columns = [_column(name, value) for name, value in _table(document.get("columns"), "columns").items()]
+    units = [column for column in columns if isinstance(column, Unit)]
+    _require(len(units) <= 1, "columns", f'only one may be of kind "unit", and {len(units)} are')
     label = _table(document.get("label"), "label")
     _keys(label, "label", ("column", "classes", "source"))
     return Schema(
         name=_text(document.get("name", Path(origin).stem), "name"),
-        columns=tuple(column for column in columns if not isinstance(column, Ignored)),
+        columns=tuple(column for column in columns if isinstance(column, Numeric | Categorical)),
         label=Label(
             _text(label.get("column"), "label.column"),
             _texts(label.get("classes"), "label.classes"),
@@ -345,4 +365,5 @@ def _schema(document: Mapping[str, object], origin: str) -> Schema:
         missing=_texts(document.get("missing", []), "missing"),
         delimiter=_text(document["delimiter"], "delimiter") if "delimiter" in document else None,
         origin=origin,
+        unit=units[0] if units else None,
     )

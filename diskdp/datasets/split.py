@@ -40,12 +40,14 @@ class DataInfo:
 class Split:
     """Training and test examples of one data set; each item is (input float32, label int64).
 
-    Where there are no test files, `test` has no rows.
+    Where there are no test files, `test` has no rows. `units` names the unit of each training record, if the schema
+    has a column for it.
     """
 
     train: TensorDataset
     test: TensorDataset
     info: DataInfo
+    units: tuple[str, ...] | None = None
 
 
 def no_rows(like: TensorDataset) -> TensorDataset:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from diskdp.datasets.schema import Categorical, Label, Numeric, Schema
+from diskdp.datasets.schema import Categorical, Label, Numeric, Schema, Unit
 from diskdp.datasets.split import DataInfo, Split, no_rows
 from diskdp.errors import DataError
 
@@ -68,8 +68,9 @@ def load_table(
     (3, 2, 0)
     """
     declared = schema if isinstance(schema, Schema) else Schema.load(schema)
-    rows = read_table(train, declared)
-    return Split(rows, no_rows(rows) if test is None else read_table(test, declared), table_info(declared))
+    rows, units = _read(train, declared)
+    tested = no_rows(rows) if test is None else read_table(test, declared)
+    return Split(rows, tested, table_info(declared), None if declared.unit is None else units)
 
 
 def table_info(schema: Schema) -> DataInfo:
@@ -82,6 +83,11 @@ def read_table(path: str | os.PathLike[str], schema: Schema) -> TensorDataset:
 
     The file's ending decides: `.csv`, `.tsv`, `.txt` (with a header; each also as `.gz`) or `.parquet`.
     """
+    return _read(path, schema)[0]
+
+
+def _read(path: str | os.PathLike[str], schema: Schema) -> tuple[TensorDataset, tuple[str, ...]]:
+    """The examples, and each one's unit where the schema has a column for it."""
     file = Path(path)
     suffixes = [suffix.lower() for suffix in file.suffixes]
     ending = "".join(suffixes[-2:] if suffixes[-1:] == [".gz"] else suffixes[-1:])
@@ -93,10 +99,15 @@ def read_table(path: str | os.PathLike[str], schema: Schema) -> TensorDataset:
         chunks = _csv_chunks(file, schema)
     else:
         raise DataError(f"{file}: not a known kind of table; use .csv, .tsv, .txt (or these with .gz) or .parquet")
-    parts = [encode(schema, columns, place) for columns, place in chunks]
+    parts: list[tuple[Tensor, Tensor]] = []
+    units: list[str] = []
+    for columns, place in chunks:
+        parts.append(encode(schema, columns, place))
+        if schema.unit is not None:
+            units += _units(schema.unit, columns[schema.unit.name], schema.missing, place)
     if not parts:
         raise DataError(f"{file}: the table has no rows")
-    return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))
+    return TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])), tuple(units)
 
 
 def encode(schema: Schema, columns: Mapping[str, Cells], place: Place) -> tuple[Tensor, Tensor]:
@@ -112,6 +123,14 @@ def encode(schema: Schema, columns: Mapping[str, Cells], place: Place) -> tuple[
             features[np.arange(len(labels)), at + _codes(column, cells, schema.missing, place)] = 1.0
         at += column.n_features
     return torch.from_numpy(features), torch.from_numpy(labels)
+
+
+def _units(unit: Unit, cells: Cells, markers: Sequence[str], place: Place) -> list[str]:
+    assert not isinstance(cells, Numbers)
+    for row, cell in enumerate(cells):
+        if cell is None or not cell or cell in markers:
+            _refuse(place, row, unit.name, "the unit is missing, so nobody could say how many records it has")
+    return [str(cell) for cell in cells]
 
 
 def _refuse(place: Place, row: int, column: str, problem: str) -> NoReturn:
@@ -234,7 +253,7 @@ def _csv_rows(path: Path, reader: Any, schema: Schema) -> Iterator[tuple[Mapping
     if not names:
         raise DataError(f"{path}: the first line is empty; it must be the header")
     _check_header(path, names, schema)
-    used = {name: names.index(name) for name in (*(c.name for c in schema.columns), schema.label.name)}
+    used = {name: names.index(name) for name in schema.used}
     rows: list[list[str]] = []
     lines: list[int] = []
     done = 0
@@ -268,7 +287,7 @@ def _parquet_chunks(path: Path, schema: Schema) -> Iterator[tuple[Mapping[str, C
         message = f"{path}: reading Parquet needs pyarrow; install it with: pip install 'diskdp[parquet]'"
         raise DataError(message) from None
     numeric = {column.name for column in schema.columns if isinstance(column, Numeric)}
-    used = [*(column.name for column in schema.columns), schema.label.name]
+    used = list(schema.used)
 
     def cells(name: str, array: Any) -> Cells:
         kind, types = array.type, arrow.types
