@@ -433,3 +433,13 @@ def test_privatize_asks_optimizers_that_count_on_some_noise() -> None:
     with pytest.raises(FilterError, match="not known by a formula"):
         NoiseAwareAdam(model.parameters(), lr=0.1, noise_std=std, filter=DiSK(gain="adaptive"))
     privatize(model, other, plan, loss_fn=classify, filter=NoFilter())
+
+
+def test_joined_optimizers_pass_the_question_on_to_every_part() -> None:
+    """Whatever part can answer is asked, scaling too, which takes no filter."""
+    model, plan = make_model(), make_plan()
+    scale_parameters(model)
+    both = Joined(ScaleThenPrivatise(model, lr=0.1))
+    with pytest.raises(OptimizerError, match="different scales"):
+        both.check_fits(plan, DiSK())
+    both.check_fits(plan, NoFilter())

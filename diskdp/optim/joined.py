@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from diskdp.errors import CheckpointError, OptimizerError
 from diskdp.filters import Filter
-from diskdp.optim.adam import NoiseAwareAdam
 from diskdp.plan import Plan
+from diskdp.preflight import check_knowledge
 
 
 class Joined(Optimizer):
@@ -49,8 +49,7 @@ class Joined(Optimizer):
     def check_fits(self, plan: Plan, filter: Filter) -> None:
         """Raise OptimizerError unless what its parts know of the noise is what this plan and filter make of it."""
         for optimizer in self.optimizers:
-            if isinstance(optimizer, NoiseAwareAdam | Joined):
-                optimizer.check_fits(plan, filter)
+            check_knowledge(optimizer, plan, filter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
