@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +50,40 @@ def save_tree(path: str | os.PathLike[str], tree: Any, keep_previous: bool = Fal
     skeleton = json.dumps(_encode(tree, "tree", tensors), allow_nan=False)
     _unshare(tensors)
     metadata = {"format": FORMAT, "skeleton": skeleton, "sha256": _digest(skeleton, tensors)}
-    room = path.with_name(f".{path.name}.partial")  # a folder: safetensors leaves files of its own when it is killed
-    partial = room / path.name
     try:
-        if room.is_file():
-            room.unlink()
-        shutil.rmtree(room, ignore_errors=True)
-        room.mkdir()
-        save_file(tensors, partial, metadata=metadata)
-        with safe_open(partial, framework="pt"):  # what cannot be read back must not replace what can
-            _flush(partial)
-        if keep_previous and path.exists():
-            _keep(path)
-        os.replace(partial, path)
-        _flush(path.parent)
+        with workroom(path.with_name(f".{path.name}.partial")) as room:
+            partial = room / path.name
+            save_file(tensors, partial, metadata=metadata)
+            with safe_open(partial, framework="pt"):  # what cannot be read back must not replace what can
+                _flush(partial)
+            if keep_previous and path.exists():
+                _keep(path)
+            os.replace(partial, path)
+            _flush(path.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"could not write the checkpoint {path} ({error}): check that the folder exists, is writable and "
             "has room; a checkpoint that was there is still whole"
         ) from error
+
+
+@contextlib.contextmanager
+def workroom(place: Path) -> Iterator[Path]:
+    """An empty folder at ``place``, gone afterwards: when it is killed, safetensors leaves files of its own in it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, workroom(Path(folder) / "room") as room:
+    ...     list(room.iterdir())
+    []
+    """
+    if place.is_file():
+        place.unlink()
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        yield place
     finally:
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def previous_of(path: str | os.PathLike[str]) -> Path:

@@ -138,7 +138,7 @@ def check_losses(losses_B: Tensor, examples: int) -> None:
         )
 
 
-def check_fits(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+def check_same_model(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """The saved weights' names and shapes are the model's: found before anything is changed."""
     own = model.state_dict()
     wrong = [name for name in (*own, *state) if name not in own or name not in state]

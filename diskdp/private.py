@@ -66,11 +66,11 @@ from diskdp.preflight import (
     check_clipping,
     check_evaluations,
     check_finite,
-    check_fits,
     check_key,
     check_knowledge,
     check_losses,
     check_optimizer,
+    check_same_model,
     check_scheduler,
     forms,
     some_of,
@@ -441,7 +441,7 @@ class PrivateTraining:
                 if self.scheduler is None
                 else "the checkpoint was made without a scheduler; resume without one"
             )
-        check_fits(self.model, state["model"])
+        check_same_model(self.model, state["model"])
         self._compromised = True  # until there is a new secret
         another_key = self._kept and state["secret"] != self._secret_name
         if state["account"] and not another_key:  # under another key it is a run of its own, with the same past

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import nn
 
-from diskdp.checkpoint import load_tree, previous_of
+from diskdp.checkpoint import load_tree, previous_of, workroom
 from diskdp.errors import CheckpointError, ConfigError
 from diskdp.report.card import PrivacyCard
 
@@ -200,12 +200,9 @@ class RunFolder:
         state = {name: t for name, t in model.state_dict().items() if name in own}
         weights = {name: t.detach().cpu().contiguous().clone() for name, t in state.items()}
         self.private.mkdir(mode=0o700, exist_ok=True)
-        room = self.private / ".weights.partial"  # what a kill leaves of it stays out of what may be released
-        shutil.rmtree(room, ignore_errors=True)
-        room.mkdir()
-        save_file(weights, room / "weights", metadata={"format": "pt"})
-        os.replace(room / "weights", self.weights)
-        room.rmdir()
+        with workroom(self.private / ".weights.partial") as room:  # what a kill leaves stays out of release/
+            save_file(weights, room / "weights", metadata={"format": "pt"})
+            os.replace(room / "weights", self.weights)
         (self.release / "card.json").write_text(card.to_json() + "\n", encoding="utf-8")
         (self.release / "card.md").write_text(card.to_markdown(), encoding="utf-8")
 

@@ -147,13 +147,8 @@ class DiSK:
         return VaryingAverage(gain.start(self.kappa, self.gamma), self.gamma, self.c)
 
 
-@dataclass(frozen=True)
-class NoFilter:
-    """The base DP optimizer: one point, gradients as they are.
-
-    >>> NoFilter().start().update([torch.ones(1)])
-    [tensor([1.])]
-    """
+class OnePoint:
+    """What a step asks of a filter that wants the gradient at x_t alone."""
 
     @property
     def coefficients(self) -> tuple[float, float]:
@@ -166,6 +161,15 @@ class NoFilter:
     @property
     def clip(self) -> Literal["joint", "separate"]:
         return "joint"
+
+
+@dataclass(frozen=True)
+class NoFilter(OnePoint):
+    """The base DP optimizer: one point, gradients as they are.
+
+    >>> NoFilter().start().update([torch.ones(1)])
+    [tensor([1.])]
+    """
 
     def start(self) -> FilterState:
         return _Average(1.0)

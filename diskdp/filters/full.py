@@ -11,14 +11,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from diskdp.errors import CheckpointError, FilterError
-from diskdp.filters.disk import FilterState
+from diskdp.filters.disk import FilterState, OnePoint
 from diskdp.filters.gains import GainKind
 from diskdp.filters.kalman import (
     Array,
@@ -38,23 +38,7 @@ MAX_COORDINATES = 1000
 CurvatureProduct = Callable[[Array], Array]
 
 
-class _OnePoint:
-    """What private training asks of a filter that wants the gradient at x_t alone."""
-
-    @property
-    def coefficients(self) -> tuple[float, float]:
-        return 1.0, 0.0
-
-    @property
-    def lookahead(self) -> float | None:
-        return None
-
-    @property
-    def clip(self) -> Literal["joint", "separate"]:
-        return "joint"
-
-
-class FullKalman(_OnePoint):
+class FullKalman(OnePoint):
     """The filter of the paper's Algorithm 2 over privatised gradients: full P and K, input H d, random factors in C.
 
     - ``observation_var``: Σ_w, a number or a matrix; None takes the noise's (σS/B)² from the plan.
@@ -212,7 +196,7 @@ class _FullState:
         self._noise = None
 
 
-class CurvatureKalman(_OnePoint):
+class CurvatureKalman(OnePoint):
     """A Kalman filter of gradient and curvature together, both learned from privatised gradients.
 
     The state is (∇F(x_t), H), moved by ∇F += H d: the appendix's third model without the symmetry of H, so that all

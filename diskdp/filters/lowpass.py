@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +12,13 @@ from scipy import signal
 from torch import Tensor
 
 from diskdp.errors import CheckpointError, FilterError
-from diskdp.filters.disk import DiSK, FilterState
+from diskdp.filters.disk import DiSK, FilterState, OnePoint
 
 # What rounding of float32 is multiplied by at most in a designed filter: Σ|a|/|Σa|, so about 1e-3 of a gradient.
 _MOST_CANCELLATION = 1e4
 
 
-class LowPass:
+class LowPass(OnePoint):
     """g̃_t = Σ_j b_j g_{t-j} - Σ_{j≥1} a_j g̃_{t-j}, from zero, divided by the same filter's response to a constant 1.
 
     Coefficients are scipy's (``a[0]`` scales both). ``LowPass(kappa=κ)`` is the first-order filter that starts at g_0,
@@ -106,18 +106,6 @@ class LowPass:
             return (*[self.kappa * kept**j for j in range(steps - 1)], kept ** (steps - 1))
         response = signal.lfilter(self.b, self.a, np.eye(1, steps)[0])
         return tuple((response / response.sum()).tolist())
-
-    @property
-    def coefficients(self) -> tuple[float, float]:
-        return 1.0, 0.0
-
-    @property
-    def lookahead(self) -> float | None:
-        return None
-
-    @property
-    def clip(self) -> Literal["joint", "separate"]:
-        return "joint"
 
     def start(self) -> FilterState:
         return self._first_order.start() if self.kappa is not None else _Recursion(self.a, self.b)
